@@ -1,0 +1,41 @@
+# One virtual environment in .venv, rebuilt when pyproject.toml changes.
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+BIN := $(VENV)/bin
+SOURCES := $(wildcard src tests scripts)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow lint format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -e '.[dev]'
+	@touch $@
+
+install: $(STAMP) ## create .venv and install the package with its development tools
+
+demo: install ## quantize the embedded model on the embedded images
+	$(BIN)/aphq demo
+
+test: install ## run the tests, without the slow ones and those that need a GPU
+	$(BIN)/python -m pytest
+
+test-slow: install ## run the slow tests
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+lint: install ## check style (ruff), layout (ruff format) and types (mypy)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy src
+
+format: install ## rewrite the sources in the house layout
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean: ## remove caches and build outputs, keep .venv
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

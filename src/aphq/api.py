@@ -1,0 +1,324 @@
+"""The public verbs: quantize a model, evaluate one; see `aphq.artifact` for save and load."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from aphq import __version__
+from aphq.artifact.info import QuantizationInfo, attach, info_of
+from aphq.artifact.loading import load
+from aphq.artifact.saving import CONFIG, Sizes, save
+from aphq.data import CalibrationSet, Labelled, Preprocessing, as_labelled, load_calibration
+from aphq.engine.folder import RunFolder
+from aphq.engine.progress import Progress, clock
+from aphq.engine.store import Store
+from aphq.engine.workspace import Workspace
+from aphq.errors import ModelError, RecipeError
+from aphq.evaluate import classification
+from aphq.evaluate.classification import Accuracy
+from aphq.models.architecture import Architecture, Unit, architecture_of, check_units
+from aphq.models.coverage import Coverage, coverage
+from aphq.models.loading import load_model, model_fingerprint
+from aphq.models.student import finalise, make_student
+from aphq.presets import preset
+from aphq.recipe import Recipe
+from aphq.stages import RUN_STAGE
+
+log = logging.getLogger(__name__)
+GIB = 2**30
+
+
+@dataclass
+class Run:
+    """What `quantize` gives back: the model, where it is, and what it cost."""
+
+    model: nn.Module  # quantized, eval mode
+    recipe: Recipe
+    path: Path | None
+    seconds: dict[str, float] = field(default_factory=dict)  # per stage
+    sizes: Sizes | None = None
+    accuracy: dict[str, Accuracy] = field(default_factory=dict)  # "float" and "quantized", if labels were given
+    agreement: float | None = None  # per cent of equal predictions
+    resumed: bool = False
+
+    @property
+    def coverage(self) -> list[Coverage]:
+        return coverage(self.model)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "path": None if self.path is None else str(self.path),
+            "recipe": self.recipe.name,
+            "seed": self.recipe.seed,
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+            "sizes": None if self.sizes is None else asdict(self.sizes),
+            "accuracy": {name: asdict(value) for name, value in self.accuracy.items()},
+            "agreement": self.agreement,
+            "float_layers": [row.name for row in self.coverage if row.note],
+        }
+
+    def summary(self) -> str:
+        """A few lines for a person."""
+        rows = self.coverage
+        stayed = [row.name for row in rows if row.note]
+        lines = [f"{self.recipe.name}: {len(rows) - len(stayed)} of {len(rows)} layers and products quantized"]
+        if stayed:
+            lines.append(f"  in float or partly: {', '.join(stayed[:6])}{' ...' if len(stayed) > 6 else ''}")
+        for name, accuracy in self.accuracy.items():
+            lines.append(f"  {name:<10} top-1 {accuracy.top1:.2f} %  top-5 {accuracy.top5:.2f} %  ({accuracy.images} images)")
+        if self.agreement is not None:
+            lines.append(f"  agreement with float {self.agreement:.2f} %")
+        if self.sizes is not None:
+            small, big = self.sizes.artifact / 1e6, self.sizes.float32 / 1e6
+            lines.append(f"  size       {small:.2f} MB, float32 {big:.2f} MB ({self.sizes.ratio:.1f} times smaller)")
+        if self.seconds:
+            parts = ", ".join(f"{name.replace('_', ' ')} {clock(value)}" for name, value in self.seconds.items())
+            lines.append(f"  time       {clock(sum(self.seconds.values()))} ({parts})")
+        if self.path is not None:
+            lines.append(f"  saved in   {self.path}")
+        return "\n".join(lines)
+
+
+def quantize(
+    model: nn.Module | str,
+    recipe: Recipe | str = "w4a4",
+    data: Any = None,
+    *,
+    effort: str = "balanced",
+    out: str | Path | None = None,
+    val: Any = None,
+    weights: str | Path | None = None,
+    preprocessing: Preprocessing | None = None,
+    device: str | torch.device = "auto",
+    gpu_memory_gb: float | None = None,
+    host_memory_gb: float | None = None,
+    val_limit: int | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Quantize `model` with unlabelled images.
+
+    model: a timm VisionTransformer or SwinTransformer, or a timm name (weights from the hub or the file `weights`).
+    recipe: a preset name such as "w4a4" at an `effort`, a YAML or JSON file, or a Recipe.
+    data: a folder, list or zip of images, a tensor, a DataLoader or any iterable of images; see `load_calibration`.
+    out: the run folder; a run that was stopped goes on when called again. None keeps everything in memory.
+    val: labelled images to measure float and quantized accuracy on.
+    """
+    progress = progress or Progress()
+    chosen = resolve_recipe(recipe, effort)
+    target = resolve_device(device)
+    teacher, architecture, units = _prepare_model(model, weights, target)
+    preprocessing = preprocessing or Preprocessing.of_model(teacher)
+    _probe(teacher, units, preprocessing, target)
+    labelled = None if val is None else as_labelled(val, _classes(teacher))
+    images = _load_images(data, preprocessing, chosen, progress)
+
+    folder = RunFolder(None if out is None else Path(out))
+    try:
+        sha = model_fingerprint(teacher, architecture)
+        identity = {"recipe": chosen.to_dict(), "model": sha, "images": images.fingerprint, "aphq": __version__}
+        resumed = folder.claim(identity)
+        folder.event("resumed" if resumed else "started", device=str(target), images=len(images))
+        run = Run(teacher, chosen, folder.path, resumed=resumed)
+        if resumed and folder.path is not None and (folder.path / CONFIG).exists():
+            run.model = load(folder.path, target)
+            log.info("%s is finished already; nothing to redo", folder.path)
+        else:
+            store = _store(target, folder, gpu_memory_gb, host_memory_gb)
+            student = make_student(teacher, architecture, units, chosen).to(target)
+            work = Workspace(teacher, student, units, images, chosen, target, store, folder, progress)
+            run.seconds = _run_stages(work)
+            finalise(student)
+            attach(student, _info(teacher, student, architecture, units, chosen, preprocessing, sha))
+            run.model = student
+        if folder.path is not None:
+            run.sizes = save(run.model, folder.path)
+        if labelled is not None:
+            _measure(run, teacher, labelled, preprocessing, target, progress, val_limit)
+        folder.write_result(run.to_dict())
+        folder.event("finished", **run.to_dict())
+        folder.drop_checkpoints()
+        return run
+    finally:
+        folder.close()
+
+
+def evaluate(
+    model: nn.Module | str | Path,
+    val: Any,
+    *,
+    preprocessing: Preprocessing | None = None,
+    device: str | torch.device = "auto",
+    batch: int = 50,
+    limit: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Accuracy:
+    """Top-1 and top-5 of a model or of a saved run on labelled images."""
+    target = resolve_device(device)
+    if isinstance(model, (str, Path)):
+        model = load(model, target)
+    info = info_of(model)
+    chosen = preprocessing or (info.preprocessing if info else Preprocessing.of_model(model))
+    data = as_labelled(val, _classes(model))
+    options: dict[str, Any] = {"batch": batch, "limit": limit, "progress": progress}
+    return classification.evaluate(model.to(target).eval(), data, chosen, device=target, **options)
+
+
+def resolve_recipe(recipe: Recipe | str, effort: str) -> Recipe:
+    """A Recipe, a file that holds one, or a preset's name."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe.endswith((".yaml", ".yml", ".json")):
+        return Recipe.load(recipe)
+    return preset(recipe, effort)
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as problem:
+        raise RecipeError(f"cannot use the device {device!r}: {str(problem).splitlines()[0]}") from None
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _prepare_model(
+    model: nn.Module | str, weights: str | Path | None, device: torch.device
+) -> tuple[nn.Module, Architecture, tuple[Unit, ...]]:
+    """The teacher: a float32 copy in eval mode that nothing changes."""
+    if isinstance(model, str):
+        model = load_model(model, weights)
+    elif weights is not None:
+        raise ModelError("`weights` goes with a model's name; load them into the module yourself")
+    if info_of(model) is not None:
+        raise ModelError("this model is quantized already; start from the float model")
+    architecture = architecture_of(model)
+    teacher = copy.deepcopy(model).float().eval().requires_grad_(False).to(device)
+    return teacher, architecture, architecture.units(teacher)
+
+
+def _probe(teacher: nn.Module, units: Iterable[Unit], preprocessing: Preprocessing, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(2, *preprocessing.shape, generator=generator).to(device)
+    check_units(teacher, tuple(units), images)
+
+
+def _classes(model: nn.Module) -> int:
+    return int(model.num_classes)  # type: ignore[arg-type]
+
+
+def _load_images(data: Any, preprocessing: Preprocessing, recipe: Recipe, progress: Progress) -> CalibrationSet:
+    if data is None:
+        raise RecipeError("quantization needs calibration images: pass `data` (a folder of about 1024 images will do)")
+    settings = recipe.calibration
+    progress.start("images", settings.images)
+    seen = 0
+
+    def report(done: int, _: int) -> None:
+        nonlocal seen
+        progress.advance(done - seen)
+        seen = done
+
+    images = load_calibration(
+        data, preprocessing, count=settings.images, seed=recipe.seed, augment=settings.augment, progress=report
+    )
+    progress.finish()
+    return images
+
+
+def _store(device: torch.device, folder: RunFolder, gpu_gb: float | None, host_gb: float | None) -> Store:
+    budgets = {
+        "gpu_bytes": None if gpu_gb is None else int(gpu_gb * GIB),
+        "host_bytes": None if host_gb is None else int(host_gb * GIB),
+    }
+    return Store(device, **budgets, folder=folder.path)
+
+
+def _run_stages(work: Workspace) -> dict[str, float]:
+    seconds = {}
+    for stage in work.recipe.stages:
+        work.folder.event("stage_started", stage=stage.NAME)
+        started = time.monotonic()
+        with _exact_float32(work.device):
+            RUN_STAGE[type(stage)](work, stage)
+        seconds[stage.NAME] = time.monotonic() - started
+        peak = {f"{tier}_bytes": size for tier, size in work.store.peak.items() if size}
+        work.folder.event("stage_finished", stage=stage.NAME, seconds=round(seconds[stage.NAME], 3), cached=peak)
+    return seconds
+
+
+@contextlib.contextmanager
+def _exact_float32(device: torch.device) -> Any:
+    """float32 products in float32, whatever the caller's setting: importance by perturbation lives in the last bits."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def _info(
+    teacher: nn.Module,
+    student: nn.Module,
+    architecture: Architecture,
+    units: Iterable[Unit],
+    recipe: Recipe,
+    preprocessing: Preprocessing,
+    sha: str,
+) -> QuantizationInfo:
+    mlps = [unit.mlp for unit in units if unit.mlp is not None]
+    swapped = [
+        mlp
+        for mlp in mlps
+        if type(student.get_submodule(f"{mlp}.act")) is not type(teacher.get_submodule(f"{mlp}.act"))
+    ]
+    return QuantizationInfo(
+        family=architecture.family,
+        arguments=architecture.describe(teacher),
+        relu=tuple(swapped),
+        recipe=recipe,
+        preprocessing=preprocessing,
+        float_sha256=sha,
+        float_parameters=sum(p.numel() for p in teacher.parameters()),
+    )
+
+
+def _measure(
+    run: Run,
+    teacher: nn.Module,
+    data: Labelled,
+    preprocessing: Preprocessing,
+    device: torch.device,
+    progress: Progress,
+    limit: int | None,
+) -> None:
+    progress.start("evaluation", min(len(data), limit or len(data)))
+    found = classification.compare(
+        {"float": teacher, "quantized": run.model},
+        data,
+        preprocessing,
+        device=device,
+        limit=limit,
+        progress=progress.advance,
+    )
+    progress.finish()
+    run.accuracy, run.agreement = found.accuracy, found.agreement["quantized"]

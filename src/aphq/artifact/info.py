@@ -1,0 +1,35 @@
+"""What an artifact says about its model besides the tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from aphq.data.preprocessing import Preprocessing
+from aphq.recipe import Recipe
+
+ATTRIBUTE = "quantization"
+
+
+@dataclass(frozen=True)
+class QuantizationInfo:
+    """Enough to build the model again and to feed it."""
+
+    family: str  # of the architecture
+    arguments: dict[str, Any]  # of the float model's constructor
+    relu: tuple[str, ...]  # MLPs whose activation became ReLU
+    recipe: Recipe
+    preprocessing: Preprocessing
+    float_sha256: str
+    float_parameters: int
+
+
+def attach(model: nn.Module, info: QuantizationInfo) -> None:
+    setattr(model, ATTRIBUTE, info)
+
+
+def info_of(model: nn.Module) -> QuantizationInfo | None:
+    """The info of a quantized model, None for any other module."""
+    return getattr(model, ATTRIBUTE, None)

@@ -1,0 +1,133 @@
+"""Reading an artifact back: an `nn.Module` whose outputs equal the saved model's exactly. Nothing is unpickled.
+
+The file is somebody else's: every name, shape and number is checked before it is used, and the empty model is laid
+out without memory first, so a forged description cannot ask for more than its tensors hold.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aphq.artifact.info import QuantizationInfo, attach
+from aphq.artifact.saving import CONFIG, FORMAT, TENSORS, VERSION, file_sha256
+from aphq.data.preprocessing import Preprocessing
+from aphq.engine.workspace import add_missing_biases
+from aphq.errors import AphqError, ArtifactError
+from aphq.models.architecture import architecture_named
+from aphq.models.student import finalise, make_student, swap_activation
+from aphq.quant.affine import dequantize, top_code
+from aphq.quant.layers import QuantizedLayer
+from aphq.quant.packing import unpack
+from aphq.quant.quantizer import Quantizer
+from aphq.recipe import Recipe
+
+
+def load(path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
+    """The quantized model saved in the folder `path`, in eval mode."""
+    folder = Path(path)
+    config = read_config(folder)
+    tensors = _read_tensors(folder, config)
+    try:
+        info = info_from(config)
+        with torch.device("meta"):
+            _fill(_skeleton(info), {k: t.to("meta") for k, t in tensors.items()}, config, check=False)
+        model = _skeleton(info)
+        _fill(model, tensors, config, check=True)
+    except ArtifactError:
+        raise
+    except AphqError as problem:
+        raise ArtifactError(f"{folder / CONFIG}: {problem}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as problem:
+        raise ArtifactError(f"{folder} does not hold a usable model: {str(problem).splitlines()[0]}") from None
+    finalise(model)
+    attach(model, info)
+    return model.to(device)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed `config.json`, its format and version checked."""
+    file = folder / CONFIG
+    if not folder.is_dir():
+        raise ArtifactError(f"there is no folder {folder}")
+    if not file.is_file():
+        hint = "; the run is not finished: start it again to go on" if (folder / "run.json").exists() else ""
+        raise ArtifactError(f"{folder} holds no quantized model (no {CONFIG}){hint}")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as problem:
+        raise ArtifactError(f"{file} is damaged: {problem}") from None
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise ArtifactError(f"{file} does not describe an aphq model")
+    if config.get("version") != VERSION:
+        raise ArtifactError(f"{file} has version {config.get('version')!r}; this aphq reads version {VERSION}")
+    return config
+
+
+def info_from(config: dict[str, Any]) -> QuantizationInfo:
+    architecture = config["architecture"]
+    return QuantizationInfo(
+        family=architecture["family"],
+        arguments=dict(architecture["arguments"]),
+        relu=tuple(config["relu"]),
+        recipe=Recipe.from_dict(config["recipe"]),
+        preprocessing=Preprocessing.from_dict(config["preprocessing"]),
+        float_sha256=str(config["float_sha256"]),
+        float_parameters=int(config["float_parameters"]),
+    )
+
+
+def _read_tensors(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = folder / TENSORS
+    if not file.is_file():
+        raise ArtifactError(f"{folder} has no {TENSORS}")
+    wanted = config.get("file", {})
+    if not isinstance(wanted, dict) or wanted.get("sha256") != file_sha256(file):
+        raise ArtifactError(f"{file} is not the file that {CONFIG} describes (its sha256 differs): copy both again")
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError, ValueError) as problem:
+        raise ArtifactError(f"{file} is damaged: {problem}") from None
+
+
+def _skeleton(info: QuantizationInfo) -> nn.Module:
+    architecture = architecture_named(info.family)
+    with torch.random.fork_rng(devices=[]):  # building draws initial weights; that is nobody else's business
+        model = architecture.build(info.arguments)
+    student = make_student(model, architecture, architecture.units(model), info.recipe)
+    for mlp in info.relu:
+        swap_activation(student, mlp)
+    return student
+
+
+def _fill(model: nn.Module, tensors: dict[str, Tensor], config: dict[str, Any], check: bool) -> None:
+    """Put the tensors into the model; with `check`, look at their values too (a meta tensor has none)."""
+    state = dict(tensors)
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if isinstance(module, Quantizer):
+            state[f"{name}.zero_point"] = state[f"{name}.zero_point"].float()
+            if check:
+                _check_affine(name, module, state)
+    for name, module in modules.items():
+        if isinstance(module, QuantizedLayer) and (quantizer := module.weight_quantizer) is not None:
+            key, shape = f"{name}.weight", tuple(module.weight.shape)
+            if config["packed"][key] != {"bits": quantizer.bits, "shape": list(shape)}:
+                raise ArtifactError(f"{key} is packed as {config['packed'][key]}, which does not fit the model")
+            codes = unpack(state[key], quantizer.bits, shape).float() if check else torch.empty(shape)
+            state[key] = dequantize(codes, state[f"{key}_quantizer.scale"], state[f"{key}_quantizer.zero_point"])
+    add_missing_biases(model, state)
+    model.load_state_dict(state, strict=True)
+
+
+def _check_affine(name: str, quantizer: Quantizer, state: dict[str, Tensor]) -> None:
+    scale, zero_point = state[f"{name}.scale"], state[f"{name}.zero_point"]
+    if not (torch.isfinite(scale).all() and (scale > 0).all() and (zero_point <= top_code(quantizer.bits)).all()):
+        raise ArtifactError(f"the quantizer {name} has an impossible scale or zero-point: the file is damaged")

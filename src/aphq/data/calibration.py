@@ -1,0 +1,172 @@
+"""The calibration set: about a thousand unlabelled images, drawn once with a seed and kept in memory as pixels."""
+
+import hashlib
+import logging
+import os
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aphq.data.augment import train_view
+from aphq.data.images import WARNINGS, CorruptImage, ImageFiles, open_images
+from aphq.data.pool import in_order
+from aphq.data.preprocessing import Preprocessing
+from aphq.data.tensors import as_batch, check_shape, split_item
+from aphq.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]  # images done, images wanted
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationSet:
+    """Images of the size the model wants: uint8 pixels, or float32 that is normalised already."""
+
+    images: Tensor  # uint8 or float32 [N, channels, height, width], on the CPU
+    preprocessing: Preprocessing
+    names: tuple[str, ...] = ()  # one per image, empty for data that came from memory
+    skipped: tuple[tuple[str, str], ...] = ()  # name and reason of each corrupt image
+
+    def __post_init__(self) -> None:
+        check_shape(self.images, self.preprocessing)
+        if self.images.dtype not in (torch.uint8, torch.float32):
+            raise DataError(f"calibration images must be uint8 or float32, got {self.images.dtype}")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def batch(self, index: slice | Tensor, device: torch.device | str = "cpu") -> Tensor:
+        """The images at `index`, normalised float32 [batch, channels, height, width] on `device`."""
+        picked = self.images[index.cpu() if isinstance(index, Tensor) else index]
+        return self.preprocessing.normalise(picked.to(device))  # uint8 travels, the normalisation runs over there
+
+    def first(self, n: int) -> "CalibrationSet":
+        """The first `n` images, sharing memory with these."""
+        return replace(self, images=self.images[:n], names=self.names[:n])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all that the model gets to see, so that a run continues only on the data it was started with."""
+        p = self.preprocessing
+        digest = hashlib.sha256(f"{self.images.dtype} {tuple(self.images.shape)} {p.mean} {p.std}".encode())
+        digest.update(self.images.contiguous().numpy().data)
+        return digest.hexdigest()
+
+
+def load_calibration(
+    data: str | os.PathLike[str] | Tensor | CalibrationSet | Iterable[Any],
+    preprocessing: Preprocessing,
+    *,
+    count: int = 1024,
+    seed: int = 3407,
+    augment: bool = False,
+    max_corrupt: float = 0.05,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> CalibrationSet:
+    """Load `count` calibration images, or all where there are fewer.
+
+    `data` is a folder, list or zip of images (see `open_images`), of which a seeded draw is taken; or images in memory,
+    of which the first are taken: a tensor [N, C, H, W], a DataLoader, or any iterable of images or batches, with labels
+    ignored. uint8 tensors are pixels; float tensors are taken as normalised already.
+    """
+    if count < 1:
+        raise DataError(f"the number of calibration images must be at least 1, got {count}")
+    if isinstance(data, (str, os.PathLike)):
+        loaded = _draw(open_images(data), preprocessing, count, seed, augment, max_corrupt, threads, progress)
+    else:
+        if augment:
+            logger.warning("augmentation needs image files: the images in memory are used as they are")
+        if isinstance(data, CalibrationSet):
+            check_shape(data.images, preprocessing)
+            loaded = data if len(data) <= count else data.first(count)
+        elif isinstance(data, Tensor):
+            loaded = CalibrationSet(as_batch(data[:count], preprocessing), preprocessing)
+        else:
+            loaded = CalibrationSet(_collect(data, preprocessing, count, progress), preprocessing)
+    if len(loaded) == 0:
+        raise DataError(f"no usable calibration image ({len(loaded.skipped)} could not be decoded)")
+    if len(loaded) < count:
+        logger.warning("%d calibration images instead of the %d asked for", len(loaded), count)
+    return loaded
+
+
+def _draw(
+    files: ImageFiles,
+    preprocessing: Preprocessing,
+    count: int,
+    seed: int,
+    augment: bool,
+    max_corrupt: float,
+    threads: int | None,
+    progress: Progress | None,
+) -> CalibrationSet:
+    """Decode the first `count` images of a seeded permutation that can be decoded."""
+    order = torch.randperm(len(files), generator=torch.Generator().manual_seed(seed)).tolist()
+    count = min(count, len(files))
+    allowed = max(1.0, max_corrupt * count)
+
+    def view(rank: int) -> Tensor | CorruptImage:
+        try:
+            image = files.open(order[rank], preprocessing.channels)
+        except CorruptImage as error:
+            return error
+        if augment:
+            return train_view(image, preprocessing, random.Random(f"{seed}/{rank}"))
+        return preprocessing.eval_transform(image)
+
+    images = torch.empty(count, *preprocessing.shape, dtype=torch.uint8)
+    names: list[str] = []
+    skipped: list[tuple[str, str]] = []
+    for rank, result in enumerate(in_order(view, range(len(files)), threads=threads)):
+        if isinstance(result, CorruptImage):
+            skipped.append((result.name, result.reason))
+            if len(skipped) <= WARNINGS:
+                logger.warning("%s; another image takes its place", result)
+            if len(skipped) > allowed:
+                raise DataError(
+                    f"{len(skipped)} of the first {rank + 1} images cannot be decoded, the last is {result}; "
+                    f"repair the data, or allow more than {max_corrupt:.0%} with max_corrupt"
+                )
+            continue
+        images[len(names)] = result
+        names.append(files.names[order[rank]])
+        if progress:
+            progress(len(names), count)
+        if len(names) == count:
+            break
+    if len(skipped) > WARNINGS:
+        logger.warning("%d images cannot be decoded in all", len(skipped))
+    return CalibrationSet(images[: len(names)], preprocessing, tuple(names), tuple(skipped))
+
+
+def _collect(data: Iterable[Any], preprocessing: Preprocessing, count: int, progress: Progress | None) -> Tensor:
+    """Read an iterable of images [C, H, W] or batches [B, C, H, W] until `count` images are there."""
+    try:
+        items = iter(data)
+    except TypeError as error:
+        raise DataError(
+            f"cannot take calibration images from {type(data).__name__}: "
+            "give a folder, a list, a zip, a tensor or an iterable of tensors"
+        ) from error
+    batches: list[Tensor] = []
+    have = 0
+    for item in items:
+        images, _ = split_item(item)
+        if isinstance(images, Tensor) and images.ndim == 3:
+            images = images[None]
+        batches.append(as_batch(images, preprocessing)[: count - have])
+        if batches[-1].dtype != batches[0].dtype:
+            raise DataError("calibration images mix uint8 pixels and normalised floats: give one kind")
+        have += len(batches[-1])
+        if progress:
+            progress(have, count)
+        if have >= count:
+            break
+    return torch.cat(batches) if batches else torch.empty(0, *preprocessing.shape)

@@ -1,0 +1,123 @@
+"""The run folder: what was asked, what happened, and every finished unit, so that a stopped run goes on.
+
+    run.json                        identity: recipe, model, images; a run only continues under the same identity
+    events.jsonl                    one JSON object per line, with a time
+    checkpoints/STAGE/UNIT.safetensors
+    recipe.yaml, config.json, model.safetensors, result.json     written at the end
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from torch import Tensor
+
+from aphq.engine.files import write_json, write_tensors, write_text
+from aphq.errors import RunError
+from aphq.recipe import Recipe, differences
+
+NOT_IDENTITY = ("aphq",)  # may differ between the start and the continuation
+
+
+class RunFolder:
+    """A folder held by one process; `path=None` keeps nothing, for runs that live in memory."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._lock: IO[str] | None = None
+        if path is not None:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                self._lock = open(path / ".lock", "w")  # noqa: SIM115
+            except OSError as problem:
+                raise RunError(f"cannot use {path} as a run folder: {problem}") from None
+            _hold(self._lock, path)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def claim(self, identity: dict[str, Any]) -> bool:
+        """Bind the folder to what this run is, or check that it already is; True if an earlier run goes on."""
+        if self.path is None:
+            return False
+        record = self.path / "run.json"
+        if not record.exists():
+            _refuse_foreign(self.path)
+            write_json(record, identity)
+            write_text(self.path / "recipe.yaml", Recipe.from_dict(identity["recipe"]).to_yaml())
+            return False
+        try:
+            earlier = json.loads(record.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as problem:
+            raise RunError(f"{record} is damaged ({problem}); remove the folder or choose another") from None
+        changed = differences(*({k: v for k, v in i.items() if k not in NOT_IDENTITY} for i in (earlier, identity)))
+        if changed:
+            raise RunError(
+                f"{self.path} holds a run with other settings; changed: {'; '.join(changed)}. "
+                "Repeat the earlier settings to go on, or choose another folder"
+            )
+        return True
+
+    def event(self, kind: str, **values: Any) -> None:
+        if self.path is not None:
+            line = json.dumps({"time": round(time.time(), 3), "event": kind, **values})
+            try:
+                with open(self.path / "events.jsonl", "a", encoding="utf-8") as handle:
+                    handle.write(line + "\n")
+            except OSError as problem:
+                raise RunError(f"cannot write to {self.path}: {problem}; finished units are intact") from None
+
+    def save(self, stage: str, unit: str, tensors: Mapping[str, Tensor]) -> None:
+        if self.path is not None:
+            write_tensors(self._checkpoint(stage, unit), tensors)
+
+    def load(self, stage: str, unit: str) -> dict[str, Tensor] | None:
+        """What `save` kept, or None."""
+        if self.path is None or not self._checkpoint(stage, unit).exists():
+            return None
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        path = self._checkpoint(stage, unit)
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError, ValueError) as problem:
+            raise RunError(f"the checkpoint {path} is damaged ({problem}); remove it to redo that unit") from None
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        if self.path is not None:
+            write_json(self.path / "result.json", result)
+
+    def drop_checkpoints(self) -> None:
+        """The artifact holds all they held."""
+        if self.path is not None:
+            shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
+
+    def _checkpoint(self, stage: str, unit: str) -> Path:
+        assert self.path is not None
+        return self.path / "checkpoints" / stage / f"{unit}.safetensors"
+
+
+def _hold(lock: IO[str], path: Path) -> None:
+    if os.name != "posix":
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise RunError(f"another process is working in {path}; wait for it or choose another folder") from None
+
+
+def _refuse_foreign(path: Path) -> None:
+    strangers = [p.name for p in path.iterdir() if not p.name.startswith(".")]
+    if strangers:
+        names = ", ".join(sorted(strangers)[:3])
+        raise RunError(f"{path} is not empty and holds no run ({names} ...); choose another folder")

@@ -1,0 +1,112 @@
+"""The store: cached activations on the GPU, in host memory or on disk, whichever still has room.
+
+Activations are rows, one per calibration image; a stage asks for rows by index and gets them on its device.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aphq.errors import RunError
+
+
+class Rows(Protocol):
+    """Anything with one row per image: cached activations, or the images themselves."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: slice | Tensor) -> Tensor: ...  # the rows, on the compute device
+
+
+class Activations:
+    """Rows in one tier of the store; the memory is given back when the object goes."""
+
+    def __init__(self, data: Tensor, device: torch.device, tier: str, release: Callable[[], None]) -> None:
+        self.data, self.device, self.tier = data, device, tier
+        self._release = release
+
+    def __len__(self) -> int:
+        return self.data.shape[0]
+
+    def __getitem__(self, index: slice | Tensor) -> Tensor:
+        if isinstance(index, Tensor):
+            return self.data.index_select(0, index.to(self.data.device)).to(self.device)
+        return self.data[index].to(self.device)
+
+    def __del__(self) -> None:
+        self._release()
+
+
+class Store:
+    """Hands out space tier by tier; `spilled` counts the bytes that did not fit where they are fastest."""
+
+    def __init__(
+        self, device: torch.device, *, gpu_bytes: int | None, host_bytes: int | None, folder: Path | None
+    ) -> None:
+        self.device, self.folder = device, folder
+        self.free = {"host": free_host_bytes() // 2 if host_bytes is None else host_bytes}
+        if device.type == "cuda":
+            gpu = int(torch.cuda.mem_get_info(device)[0] * 0.6) if gpu_bytes is None else gpu_bytes
+            self.free = {"gpu": gpu, **self.free}
+        self.peak = dict.fromkeys((*self.free, "disk"), 0)
+        self.used = dict.fromkeys(self.peak, 0)
+
+    def allocate(self, shape: tuple[int, ...]) -> Activations:
+        size = torch.Size(shape).numel() * 4
+        tier = next((tier for tier, free in self.free.items() if self.used[tier] + size <= free), "disk")
+        device = self.device if tier == "gpu" else torch.device("cpu")
+        data = self._on_disk(shape, size) if tier == "disk" else torch.empty(shape, device=device)
+        self.used[tier] += size
+        self.peak[tier] = max(self.peak[tier], self.used[tier])
+
+        def release() -> None:
+            self.used[tier] -= size
+
+        return Activations(data, self.device, tier, release)
+
+    def _on_disk(self, shape: tuple[int, ...], size: int) -> Tensor:
+        """A file without a name, mapped into memory; its space is reserved now, because a full disk kills later."""
+        try:
+            with tempfile.TemporaryFile(dir=self.folder, prefix=".activations") as handle:
+                os.posix_fallocate(handle.fileno(), 0, size)
+                path = f"/proc/self/fd/{handle.fileno()}" if os.path.isdir("/proc/self/fd") else ""
+                if not path:
+                    raise RunError("spilling activations to disk needs Linux; raise the memory budget")
+                return torch.from_file(path, shared=True, size=size // 4, dtype=torch.float32).reshape(shape)
+        except OSError as problem:
+            where = self.folder or tempfile.gettempdir()
+            raise RunError(
+                f"cannot cache {size / 1e9:.1f} GB of activations in {where}: {problem}; "
+                "free some space, raise the memory budget, or use fewer calibration images"
+            ) from None
+
+
+@torch.no_grad()
+def push(step: Callable[[Tensor], Tensor], source: Rows, store: Store, batch: int) -> Activations:
+    """`step` applied to every row, batch by batch, into the store."""
+    target: Activations | None = None
+    for start in range(0, len(source), batch):
+        out = step(source[slice(start, start + batch)])
+        if target is None:
+            target = store.allocate((len(source), *out.shape[1:]))
+        target.data[start : start + len(out)].copy_(out)
+    assert target is not None, "a calibration set is never empty"
+    return target
+
+
+def free_host_bytes() -> int:
+    """Memory a program may still take, by the system's own estimate."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 4 * 2**30

@@ -1,0 +1,128 @@
+"""What a stage works on: teacher, student, their units, the images, and where results and progress go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from aphq.data.calibration import CalibrationSet
+from aphq.engine.folder import RunFolder
+from aphq.engine.progress import Progress
+from aphq.engine.store import Rows, Store, push
+from aphq.errors import RunError
+from aphq.models.architecture import Step, Unit, unchanged
+from aphq.quant.layers import QuantizedLayer
+from aphq.recipe import Recipe
+
+
+class ImageRows:
+    """The calibration images as rows of the store."""
+
+    def __init__(self, images: CalibrationSet, count: int, device: torch.device) -> None:
+        self.images, self.device = images, device
+        self.count = min(count, len(images))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: slice | Tensor) -> Tensor:
+        if isinstance(index, slice):
+            index = slice(*index.indices(self.count))
+        return self.images.batch(index, self.device)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One unit on a walk: what the teacher saw and said there, and what the student sees."""
+
+    unit: Unit
+    teacher_in: Rows
+    teacher_out: Rows
+    student_in: Rows
+
+
+@dataclass
+class Workspace:
+    """Everything a run holds in memory."""
+
+    teacher: nn.Module  # float, never changed
+    student: nn.Module
+    units: tuple[Unit, ...]
+    images: CalibrationSet
+    recipe: Recipe
+    device: torch.device
+    store: Store
+    folder: RunFolder
+    progress: Progress
+
+    def image_rows(self, count: int | None = None) -> Rows:
+        return ImageRows(self.images, count or len(self.images), self.device)
+
+    @property
+    def batch(self) -> int:
+        return self.recipe.calibration.batch
+
+    def walk(self) -> Iterator[Visit]:
+        """Teacher and student side by side, unit by unit; after each visit the student's unit, as it is by then,
+        takes the student's activations forward. One pass over the images for each, three activations in memory."""
+        teacher_in: Rows = push(lambda x: x, self.image_rows(), self.store, self.batch)
+        student_in = teacher_in
+        for unit in self.units:
+            teacher_out = self.forward(self.teacher, unit.run, teacher_in)
+            yield Visit(unit, teacher_in, teacher_out, student_in)
+            if unit is self.units[-1]:
+                return
+            student_in = self.forward(self.student, whole(unit), student_in)
+            teacher_in = self.forward(self.teacher, unit.bridge, teacher_out)
+
+    def walk_one(self, model: nn.Module, count: int | None = None) -> Iterator[tuple[Unit, Rows]]:
+        """(unit, its input) along one model."""
+        rows: Rows = self.image_rows(count)
+        for unit in self.units:
+            yield unit, rows
+            if unit is not self.units[-1]:
+                rows = self.forward(model, whole(unit), rows)
+
+    def forward(self, model: nn.Module, step: Step, rows: Rows) -> Rows:
+        return rows if step is unchanged else push(lambda x: step(model, x), rows, self.store, self.batch)
+
+    # -- checkpoints of units ----------------------------------------------------------------------------------------
+
+    def save_unit(self, stage: str, unit: Unit) -> None:
+        tensors = {
+            f"{name}.{key}": tensor
+            for name in unit.modules
+            for key, tensor in self.student.get_submodule(name).state_dict().items()
+        }
+        self.folder.save(stage, unit.name, tensors)
+
+    def restore_unit(self, stage: str, unit: Unit) -> bool:
+        """Put a finished unit back into the student; False if it was not finished."""
+        tensors = self.folder.load(stage, unit.name)
+        if tensors is None:
+            return False
+        for name in unit.modules:
+            module = self.student.get_submodule(name)
+            own = {k.removeprefix(f"{name}."): t.to(self.device) for k, t in tensors.items() if k.startswith(f"{name}.")}
+            add_missing_biases(module, own)
+            try:
+                module.load_state_dict(own)
+            except RuntimeError as problem:
+                raise RunError(f"the checkpoint of {unit.name} ({stage}) does not fit the model: {problem}") from None
+        return True
+
+
+def whole(unit: Unit) -> Step:
+    """From a unit's input to the next unit's."""
+    return lambda model, x: unit.bridge(model, unit.run(model, x))
+
+
+def add_missing_biases(module: nn.Module, state: dict[str, Tensor]) -> None:
+    """Layers that gained a bias (LayerNorm reparameterisation) need one before the state can be loaded."""
+    for name, layer in module.named_modules():
+        bias = state.get(f"{name}.bias" if name else "bias")
+        if isinstance(layer, QuantizedLayer) and layer.bias is None and bias is not None:
+            layer.bias = nn.Parameter(torch.zeros_like(bias), requires_grad=False)

@@ -1,0 +1,7 @@
+"""Model families; importing this package registers every adapter."""
+
+from aphq.models import timm_swin, timm_vit
+from aphq.models.architecture import Architecture, NormPair, Unit, architecture_named, architecture_of, register
+
+__all__ = ["Architecture", "NormPair", "Unit", "architecture_named", "architecture_of", "register"]
+del timm_swin, timm_vit

@@ -1,0 +1,141 @@
+"""What the rest of the project knows of a model: an ordered chain of units.
+
+A model is images -> unit -> bridge -> unit -> ... -> logits. Units are reconstructed one by one; a bridge is the float
+glue between two of them (position embedding, final norm, pooling). An adapter, one small file per family, cuts its
+family into units and is found by the model's class, never by its name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from aphq.errors import ModelError
+
+UnitKind = Literal["patch_embed", "block", "merge", "head"]
+Step = Callable[[nn.Module, Tensor], Tensor]  # (whole model, input) -> output
+
+
+@dataclass(frozen=True)
+class NormPair:
+    """A LayerNorm whose output feeds one linear layer, so that a rescaling can move from one into the other."""
+
+    norm: str
+    linear: str
+    may_shift: bool = True  # False where zero padding comes between: it would no longer mean zero
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of the model that is reconstructed as a whole; `name` is the module whose output is the unit's."""
+
+    name: str
+    kind: UnitKind
+    run: Step
+    bridge: Step  # from this unit's output to the next unit's input (after the last unit: to the logits)
+    modules: tuple[str, ...]  # module paths that hold the unit's parameters
+    mlp: str | None = None  # module with fc1, act, fc2
+    norms: tuple[NormPair, ...] = ()
+
+
+def unchanged(model: nn.Module, x: Tensor) -> Tensor:
+    """The bridge between two units that touch."""
+    return x
+
+
+def module_step(name: str) -> Step:
+    """A unit that is just one module."""
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = model.get_submodule(name)(x)
+        return out
+
+    return run
+
+
+class Architecture(ABC):
+    """The adapter of a model family."""
+
+    family: ClassVar[str]  # the name that artifacts carry
+    classes: ClassVar[tuple[type[nn.Module], ...]]
+
+    @abstractmethod
+    def check(self, model: nn.Module) -> None:
+        """Raise ModelError, naming the module, if the model has a part this adapter does not know."""
+
+    @abstractmethod
+    def units(self, model: nn.Module) -> tuple[Unit, ...]:
+        """The chain, in forward order."""
+
+    @abstractmethod
+    def open_attention(self, model: nn.Module) -> None:
+        """Replace, in place, each attention module by one whose two products are modules of their own."""
+
+    @abstractmethod
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        """Constructor arguments, as plain values, from which `build` makes an equal empty model."""
+
+    @abstractmethod
+    def build(self, description: dict[str, Any]) -> nn.Module:
+        """An untrained model of that description; ModelError if it does not make sense."""
+
+
+_REGISTRY: list[Architecture] = []
+
+
+def register(cls: type[Architecture]) -> type[Architecture]:
+    """Class decorator: make an adapter known."""
+    _REGISTRY.append(cls())
+    return cls
+
+
+def architecture_of(model: nn.Module) -> Architecture:
+    """The adapter for a model: that of its nearest registered base class. The model is checked."""
+    for base in type(model).__mro__:
+        for architecture in _REGISTRY:
+            if base in architecture.classes:
+                architecture.check(model)
+                return architecture
+    known = sorted(f"{cls.__module__.split('.')[0]}'s {cls.__name__}" for a in _REGISTRY for cls in a.classes)
+    raise ModelError(f"cannot quantize a {type(model).__name__}; supported: {', '.join(known)} and subclasses of them")
+
+
+def architecture_named(family: str) -> Architecture:
+    for architecture in _REGISTRY:
+        if architecture.family == family:
+            return architecture
+    raise ModelError(f"unknown model family {family!r}; this aphq knows {', '.join(a.family for a in _REGISTRY)}")
+
+
+def run_units(model: nn.Module, units: Sequence[Unit], x: Tensor) -> Tensor:
+    """`x` through the units and the bridges after them; all units: images to logits."""
+    for unit in units:
+        x = unit.bridge(model, unit.run(model, x))
+    return x
+
+
+@torch.no_grad()
+def check_units(model: nn.Module, units: Sequence[Unit], images: Tensor) -> None:
+    """The chain of units must be the model: a subclass with its own forward, say, is found out here."""
+    expected, got = model(images), run_units(model, units, images)
+    if not torch.is_tensor(expected) or expected.ndim != 2:
+        kind = f"shape {tuple(expected.shape)}" if torch.is_tensor(expected) else type(expected).__name__
+        raise ModelError(f"expected logits or embeddings of shape [batch, classes] from the model, got {kind}")
+    if not torch.isfinite(expected).all():
+        raise ModelError("the float model's output is not finite (NaN or Inf): check its weights")
+    if not torch.allclose(expected, got, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+        raise ModelError(
+            f"the forward pass of this {type(model).__name__} is not the chain {units[0].name} ... {units[-1].name}: "
+            "a subclass with its own forward needs its own adapter (see CONTRIBUTING.md)"
+        )
+
+
+def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put `new` where `name` is."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, new)

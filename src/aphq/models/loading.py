@@ -1,0 +1,110 @@
+"""Getting the float model: a timm name with hub weights, a local checkpoint, or a module the caller has."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aphq.errors import ModelError
+from aphq.models.architecture import Architecture
+from aphq.typed import nearest
+
+CLASSIFIERS = ("head.weight", "head.fc.weight")  # ViT, Swin: rows are classes
+WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")  # keys under which trainers keep the weights
+
+
+def load_model(
+    name: str, weights: str | Path | None = None, num_classes: int | None = None, **arguments: Any
+) -> nn.Module:
+    """`timm.create_model(name)` with weights from the hub, or from a local .safetensors, .pth, .pt or .bin file.
+
+    The number of classes comes from the local file unless given; other `arguments` go to timm.
+    """
+    import timm
+
+    base = name.split(".")[0]
+    if not timm.is_model(base):
+        raise ModelError(f"timm has no model {name!r}: {nearest(base, timm.list_models())}")
+    if weights is None:
+        return _from_hub(name, num_classes, arguments)
+    state = read_checkpoint(Path(weights))
+    if num_classes is None:
+        num_classes = next((state[key].shape[0] for key in CLASSIFIERS if key in state), None)
+    model = _create(name, num_classes, arguments, pretrained=False)
+    _load_strictly(model, state, weights)
+    return model.eval()
+
+
+def read_checkpoint(path: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint file in float32; nothing in it is executed."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise ModelError(f"there is no weights file {path}")
+    try:
+        found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+    except (SafetensorError, OSError, ValueError, RuntimeError, EOFError) as problem:
+        raise ModelError(f"cannot read the weights in {path}: {str(problem).splitlines()[0]}") from None
+    except Exception as problem:  # the unpickler's own errors have no common base
+        raise ModelError(
+            f"{path} holds more than tensors or is damaged ({type(problem).__name__}); save its state_dict as .safetensors"
+        ) from None
+    for key in WRAPPERS:
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if not isinstance(found, Mapping) or not found or not all(isinstance(v, Tensor) for v in found.values()):
+        raise ModelError(f"{path} does not hold a state_dict (a mapping of names to tensors)")
+    return {k.removeprefix("module."): v.float() if v.is_floating_point() else v for k, v in found.items()}
+
+
+def model_fingerprint(model: nn.Module, architecture: Architecture) -> str:
+    """sha256 of what the model is: its architecture and every tensor."""
+    digest = hashlib.sha256(json.dumps([architecture.family, architecture.describe(model)], sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _from_hub(name: str, num_classes: int | None, arguments: dict[str, Any]) -> nn.Module:
+    try:
+        return _create(name, num_classes, arguments, pretrained=True).eval()
+    except ModelError:
+        raise
+    except Exception as problem:  # whatever the hub client raises: no network, no such weights, no disk
+        raise ModelError(
+            f"cannot get pretrained weights for {name!r} ({type(problem).__name__}); "
+            "check the network, or pass a local file with --weights"
+        ) from None
+
+
+def _create(name: str, num_classes: int | None, arguments: dict[str, Any], pretrained: bool) -> nn.Module:
+    import timm
+
+    extra = {} if num_classes is None else {"num_classes": num_classes}
+    try:
+        model: nn.Module = timm.create_model(name, pretrained=pretrained, **extra, **arguments)
+    except (TypeError, AssertionError) as problem:
+        raise ModelError(f"timm cannot create {name!r} with {arguments}: {problem}") from None
+    return model
+
+
+def _load_strictly(model: nn.Module, state: dict[str, Tensor], path: str | Path) -> None:
+    own = model.state_dict()
+    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    shapes = [f"{k} {tuple(state[k].shape)} instead of {tuple(own[k].shape)}" for k in own if k in state]
+    wrong = [text for text, k in zip(shapes, [k for k in own if k in state], strict=True) if state[k].shape != own[k].shape]
+    if missing or extra or wrong:
+        parts = [f"{label} {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}" for label, names in
+                 (("missing:", missing), ("unexpected:", extra), ("other shape:", wrong)) if names]
+        raise ModelError(
+            f"{path} does not fit this model ({'; '.join(parts)}); check the model name, its arguments and num_classes"
+        )
+    model.load_state_dict(state)

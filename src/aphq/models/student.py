@@ -1,0 +1,76 @@
+"""From a float model to the student: the same model with every product ready to be quantized."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from aphq.errors import RecipeError
+from aphq.models.architecture import Architecture, Unit, replace_module
+from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedLinear, QuantizedProduct, quantized_sites
+from aphq.quant.quantizer import Quantizer
+from aphq.recipe import Recipe
+from aphq.typed import nearest
+
+
+def make_student(model: nn.Module, architecture: Architecture, units: Sequence[Unit], recipe: Recipe) -> nn.Module:
+    """A copy of `model` whose linear layers, convolutions and attention products hold the recipe's quantizers.
+
+    Quantizers start disabled and without scales: the student still computes exactly what the model does.
+    """
+    student = copy.deepcopy(model)
+    architecture.open_attention(student)
+    image_modules = next((unit.modules for unit in units if unit.kind == "patch_embed"), ())
+    for name, module in list(student.named_modules()):
+        sees_image = any(name.startswith(f"{prefix}.") for prefix in image_modules)
+        if type(module) in (nn.Linear, nn.Conv2d):
+            replace_module(student, name, _quantized_layer(module, name, recipe, sees_image))  # type: ignore[arg-type]
+        elif isinstance(module, QuantizedProduct):
+            _, bits = recipe.bits_for(name)
+            shape = (module.heads, 1, 1) if recipe.activations.attention == "head" else (1,)
+            if bits is not None:
+                module.left = Quantizer(bits, recipe.activations.symmetric, shape)
+                module.right = Quantizer(bits, recipe.activations.symmetric, shape)
+    _check_patterns(student, recipe)
+    return student.requires_grad_(False).eval()
+
+
+def _quantized_layer(module: nn.Linear | nn.Conv2d, name: str, recipe: Recipe, sees_image: bool) -> QuantizedLayer:
+    weight_bits, input_bits = recipe.bits_for(name, sees_image=sees_image)
+    per_channel = (module.weight.shape[0],) + (1,) * (module.weight.ndim - 1)
+    shape = per_channel if recipe.weights.granularity == "channel" else (1,) * module.weight.ndim
+    weights = None if weight_bits is None else Quantizer(weight_bits, recipe.weights.symmetric, shape)
+    inputs = None if input_bits is None else Quantizer(input_bits, recipe.activations.symmetric, (1,))
+    if isinstance(module, nn.Linear):
+        return QuantizedLinear(module, weights, inputs)
+    return QuantizedConv2d(module, weights, inputs)
+
+
+def _check_patterns(student: nn.Module, recipe: Recipe) -> None:
+    names = [name for name, _ in quantized_sites(student)]
+    for pattern in recipe.overrides:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise RecipeError(f"recipe: the pattern {pattern!r} in overrides matches no layer: {nearest(pattern, names)}")
+
+
+def swap_activation(model: nn.Module, mlp: str) -> None:
+    """The MLP named `mlp` uses ReLU from here on."""
+    replace_module(model, f"{mlp}.act", nn.ReLU())
+
+
+def enable(module: nn.Module, on: bool = True) -> None:
+    """Switch every quantizer below `module`."""
+    for quantizer in module.modules():
+        if isinstance(quantizer, Quantizer):
+            quantizer.enabled = on
+
+
+def finalise(student: nn.Module) -> None:
+    """Weights onto the integer grid, every quantizer on: the quantized model."""
+    for module in student.modules():
+        if isinstance(module, QuantizedLayer):
+            module.bake()
+    enable(student)

@@ -1,0 +1,103 @@
+"""timm's SwinTransformer (v1): any window, size and depth. Tokens are laid out as an image, [batch, h, w, channels]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.layers import ClassifierHead, Mlp, PatchEmbed
+from timm.models.swin_transformer import (
+    PatchMerging,
+    SwinTransformer,
+    SwinTransformerBlock,
+    SwinTransformerStage,
+    WindowAttention,
+)
+from torch import Tensor, nn
+
+from aphq.errors import ModelError
+from aphq.models.architecture import Architecture, NormPair, Unit, module_step, register, replace_module, unchanged
+from aphq.models.attention import SwinAttention
+from aphq.models.timm_parts import construct, describe_norm, norm_factory, require_type
+
+
+@register
+class TimmSwin(Architecture):
+    family = "timm.SwinTransformer"
+    classes = (SwinTransformer,)
+
+    def check(self, model: Any) -> None:
+        require_type(model.patch_embed, "patch_embed", PatchEmbed)
+        require_type(model.head, "head", ClassifierHead)
+        if isinstance(model.head.fc, nn.Identity):
+            raise ModelError("the model has no classifier (module 'head.fc' is an Identity); create it with num_classes > 0")
+        for s, stage in enumerate(model.layers):
+            require_type(stage, f"layers.{s}", SwinTransformerStage)
+            require_type(stage.downsample, f"layers.{s}.downsample", PatchMerging, nn.Identity)
+            for b, block in enumerate(stage.blocks):
+                name = f"layers.{s}.blocks.{b}"
+                require_type(block, name, SwinTransformerBlock)
+                require_type(block.attn, f"{name}.attn", WindowAttention, SwinAttention)
+                require_type(block.mlp, f"{name}.mlp", Mlp)
+
+    def units(self, model: Any) -> tuple[Unit, ...]:
+        units = [Unit("patch_embed", "patch_embed", module_step("patch_embed"), unchanged, ("patch_embed",))]
+        for s, stage in enumerate(model.layers):
+            if isinstance(stage.downsample, PatchMerging):
+                name = f"layers.{s}.downsample"
+                pair = NormPair(f"{name}.norm", f"{name}.reduction")
+                units.append(Unit(name, "merge", module_step(name), unchanged, (name,), norms=(pair,)))
+            for b, block in enumerate(stage.blocks):
+                name = f"layers.{s}.blocks.{b}"
+                is_last = stage is model.layers[-1] and block is stage.blocks[-1]
+                norms = (
+                    NormPair(f"{name}.norm1", f"{name}.attn.qkv", may_shift=not _pads(block)),
+                    NormPair(f"{name}.norm2", f"{name}.mlp.fc1"),
+                )
+                bridge = _final_norm if is_last else unchanged
+                units.append(Unit(name, "block", module_step(name), bridge, (name,), f"{name}.mlp", norms))
+        units.append(Unit("head", "head", module_step("head"), unchanged, ("head",)))
+        return tuple(units)
+
+    def open_attention(self, model: Any) -> None:
+        for name, module in list(model.named_modules()):
+            if type(module) is WindowAttention:
+                replace_module(model, name, SwinAttention(module))
+
+    def describe(self, model: Any) -> dict[str, Any]:
+        blocks = [stage.blocks[0] for stage in model.layers]
+        embed = model.patch_embed
+        return {
+            "img_size": list(embed.img_size),
+            "patch_size": embed.patch_size[0],
+            "in_chans": embed.proj.weight.shape[1],
+            "num_classes": model.num_classes,
+            "global_pool": model.global_pool,
+            "embed_dim": model.embed_dim,
+            "depths": [len(stage.blocks) for stage in model.layers],
+            "num_heads": [block.attn.num_heads for block in blocks],
+            "head_dim": [block.attn.qkv.weight.shape[0] // (3 * block.attn.num_heads) for block in blocks],
+            "window_size": [list(block.window_size) for block in blocks],
+            "always_partition": blocks[0].always_partition,
+            "strict_img_size": embed.strict_img_size,
+            "mlp_ratio": [block.mlp.fc1.weight.shape[0] / block.dim for block in blocks],
+            "qkv_bias": blocks[0].attn.qkv.bias is not None,
+            "norm": describe_norm(blocks[0].norm1, "layers.0.blocks.0.norm1"),
+        }
+
+    def build(self, description: dict[str, Any]) -> nn.Module:
+        arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
+        windows = tuple(tuple(window) for window in arguments["window_size"])
+        arguments["window_size"] = max(windows) if len(windows) == 2 else windows  # timm reads a pair as one window
+        arguments["norm_layer"] = norm_factory(arguments.pop("norm"))
+        return construct(SwinTransformer, arguments)
+
+
+def _pads(block: Any) -> bool:
+    """Whether zeros are added after norm1 to fill the last windows."""
+    sizes = zip(block.input_resolution, block.window_size, strict=True)
+    return bool(block.dynamic_mask) or any(size % window for size, window in sizes)
+
+
+def _final_norm(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = model.norm(x)
+    return out

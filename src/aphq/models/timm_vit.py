@@ -1,0 +1,147 @@
+"""timm's VisionTransformer: ViT, DeiT, distilled DeiT, DeiT-III, registers, any pooling, QK-norm, any size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.layers import AttentionPoolLatent, LayerScale, Mlp, PatchEmbed
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import Attention, Block, VisionTransformer
+from torch import Tensor, nn
+
+from aphq.errors import ModelError
+from aphq.models.architecture import Architecture, NormPair, Unit, module_step, register, replace_module, unchanged
+from aphq.models.attention import LatentPool, VitAttention
+from aphq.models.timm_parts import (
+    activation_factory,
+    construct,
+    describe_activation,
+    describe_norm,
+    norm_factory,
+    require_type,
+)
+
+
+@register
+class TimmVit(Architecture):
+    family = "timm.VisionTransformer"
+    classes = (VisionTransformer,)
+
+    def check(self, model: Any) -> None:
+        require_type(model.patch_embed, "patch_embed", PatchEmbed)
+        for i, block in enumerate(model.blocks):
+            require_type(block, f"blocks.{i}", Block)
+            require_type(block.attn, f"blocks.{i}.attn", Attention, VitAttention)
+            require_type(block.mlp, f"blocks.{i}.mlp", Mlp)
+            if getattr(block.attn, "gate", None) is not None:
+                raise ModelError(f"module 'blocks.{i}.attn' has a gate; supported there: Attention without a gate")
+        if model.attn_pool is not None:
+            require_type(model.attn_pool, "attn_pool", AttentionPoolLatent, LatentPool)
+        if isinstance(model.head, nn.Identity):
+            raise ModelError("the model has no classifier (module 'head' is an Identity); create it with num_classes > 0")
+
+    def units(self, model: Any) -> tuple[Unit, ...]:
+        last = f"blocks.{len(model.blocks) - 1}"
+        blocks = tuple(
+            Unit(
+                name=name,
+                kind="block",
+                run=module_step(name),
+                bridge=self.before_head if name == last else unchanged,
+                modules=(name,),
+                mlp=f"{name}.mlp",
+                norms=(NormPair(f"{name}.norm1", f"{name}.attn.qkv"), NormPair(f"{name}.norm2", f"{name}.mlp.fc1")),
+            )
+            for name in (f"blocks.{i}" for i in range(len(model.blocks)))
+        )
+        embed = Unit("patch_embed", "patch_embed", module_step("patch_embed"), _embed_positions, ("patch_embed",))
+        return embed, *blocks, self.head_unit(model)
+
+    def head_unit(self, model: Any) -> Unit:
+        modules = ("head",) if model.attn_pool is None else ("attn_pool", "head")
+        return Unit("head", "head", _head, unchanged, modules)
+
+    def before_head(self, model: Any, x: Tensor) -> Tensor:
+        """The last block's output to the head unit's input; pooling by attention is part of the head."""
+        x = model.norm(x)
+        return x if model.attn_pool is not None else model.fc_norm(model.pool(x))
+
+    def open_attention(self, model: Any) -> None:
+        for name, module in list(model.named_modules()):
+            if type(module) is Attention:
+                replace_module(model, name, VitAttention(module))
+            elif type(module) is AttentionPoolLatent:
+                replace_module(model, name, LatentPool(module))
+
+    def describe(self, model: Any) -> dict[str, Any]:
+        block, embed = model.blocks[0], model.patch_embed
+        return {
+            "img_size": list(embed.img_size),
+            "patch_size": embed.patch_size[0] if len(set(embed.patch_size)) == 1 else list(embed.patch_size),
+            "in_chans": embed.proj.weight.shape[1],
+            "num_classes": model.num_classes,
+            "global_pool": model.global_pool,
+            "embed_dim": model.embed_dim,
+            "depth": len(model.blocks),
+            "num_heads": block.attn.num_heads,
+            "mlp_ratio": block.mlp.fc1.weight.shape[0] / model.embed_dim,
+            "qkv_bias": block.attn.qkv.bias is not None,
+            "qk_norm": not isinstance(block.attn.q_norm, nn.Identity),
+            "scale_attn_norm": not isinstance(getattr(block.attn, "norm", nn.Identity()), nn.Identity),
+            "scale_mlp_norm": not isinstance(block.mlp.norm, nn.Identity),
+            "proj_bias": block.attn.proj.bias is not None,
+            "init_values": 1e-5 if isinstance(block.ls1, LayerScale) else None,
+            "class_token": model.cls_token is not None,
+            "pos_embed": "none" if model.pos_embed is None else "learn",
+            "no_embed_class": model.no_embed_class,
+            "reg_tokens": model.num_reg_tokens,
+            "pre_norm": not isinstance(model.norm_pre, nn.Identity),
+            "final_norm": not (isinstance(model.norm, nn.Identity) and isinstance(model.fc_norm, nn.Identity)),
+            "fc_norm": not isinstance(model.fc_norm, nn.Identity),
+            "pool_include_prefix": getattr(model, "pool_include_prefix", False),
+            "dynamic_img_size": model.dynamic_img_size,
+            "dynamic_img_pad": embed.dynamic_img_pad,
+            "embed_norm": None if isinstance(embed.norm, nn.Identity) else describe_norm(embed.norm, "patch_embed.norm"),
+            "norm": describe_norm(block.norm1, "blocks.0.norm1"),
+            "activation": describe_activation(block.mlp.act, "blocks.0.mlp.act"),
+        }
+
+    def build(self, description: dict[str, Any]) -> nn.Module:
+        arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
+        arguments["norm_layer"] = norm_factory(arguments.pop("norm"))
+        arguments["act_layer"] = activation_factory(arguments.pop("activation"))
+        embed_norm = arguments.pop("embed_norm")
+        arguments["embed_norm_layer"] = None if embed_norm is None else norm_factory(embed_norm)
+        return construct(self.classes[0], arguments)
+
+
+@register
+class TimmDistilledVit(TimmVit):
+    """Two tokens, two heads, whose predictions are averaged."""
+
+    family = "timm.VisionTransformerDistilled"
+    classes = (VisionTransformerDistilled,)
+
+    def head_unit(self, model: Any) -> Unit:
+        return Unit("head", "head", _distilled_head, unchanged, ("head", "head_dist"))
+
+    def before_head(self, model: Any, x: Tensor) -> Tensor:
+        tokens: Tensor = model.norm(x)[:, :2]
+        return tokens
+
+
+def _embed_positions(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = model.norm_pre(model.patch_drop(model._pos_embed(x)))
+    return out
+
+
+def _head(model: Any, x: Tensor) -> Tensor:
+    if model.attn_pool is not None:
+        x = model.fc_norm(model.pool(x))
+    out: Tensor = model.head(model.head_drop(x))
+    return out
+
+
+def _distilled_head(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = (model.head(x[:, 0]) + model.head_dist(x[:, 1])) / 2
+    return out

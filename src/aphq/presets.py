@@ -1,0 +1,72 @@
+"""Recipes by name: bits (`w3a3`) times effort (`fast`, `balanced`, `paper`).
+
+The three efforts differ in which stages run and for how long:
+
+fast      scale search only: seconds on a GPU, about a minute on a laptop
+balanced  every stage, with a few hundred to two thousand steps per unit
+paper     the published recipe: 20 000 steps per unit, augmented images, the `aph` importance
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Literal, get_args
+
+from aphq.errors import RecipeError
+from aphq.recipe import (
+    Activations,
+    BlockReconstruction,
+    Calibration,
+    Importance,
+    LayerNormReparameterisation,
+    MlpReconstruction,
+    Recipe,
+    ScaleSearch,
+    Stage,
+    Weights,
+)
+from aphq.typed import nearest
+
+Effort = Literal["fast", "balanced", "paper"]
+PRESETS = ("w8a8", "w6a6", "w4a8", "w4a4", "w3a3")
+LOW_BITS = 4  # up to here activations lack the levels for GELU's long flat tail, and MLP reconstruction pays
+
+
+def preset(bits: str, effort: Effort | str = "balanced", *, seed: int = 3407) -> Recipe:
+    """The recipe `wXaY` (X, Y from 2 to 8; the names in PRESETS are the tested ones) at an effort."""
+    match = re.fullmatch(r"w([2-8])a([2-8])", bits.lower())
+    if match is None:
+        raise RecipeError(f"there is no preset {bits!r}: {nearest(bits, PRESETS)} (any wXaY with X and Y from 2 to 8)")
+    if effort not in get_args(Effort):
+        raise RecipeError(f"there is no effort {effort!r}: {nearest(effort, get_args(Effort))}")
+    weight_bits, activation_bits = int(match[1]), int(match[2])
+    return Recipe(
+        name=f"{bits.lower()}-{effort}",
+        seed=seed,
+        weights=Weights(bits=weight_bits),
+        activations=Activations(bits=activation_bits),
+        calibration=Calibration(images=128 if effort == "fast" else 1024, augment=effort == "paper"),
+        stages=_stages(weight_bits, activation_bits, effort),
+    )
+
+
+def round_to_nearest(bits: str) -> Recipe:
+    """The baseline everybody starts from: ranges from the smallest and largest value seen, nothing else."""
+    recipe = preset(bits, "fast")
+    return replace(recipe, name=f"{bits.lower()}-rtn", stages=(ScaleSearch(method="minmax"),))
+
+
+def _stages(weight_bits: int, activation_bits: int, effort: str) -> tuple[Stage, ...]:
+    mlp = MlpReconstruction(percentile=0.99 if activation_bits == 3 else 0.98)
+    search, blocks = ScaleSearch(), BlockReconstruction()
+    if effort == "fast":
+        search = replace(search, candidates=48, rounds=1, tokens=1024)
+        return LayerNormReparameterisation(images=64, candidates=48), replace(search, images=64)
+    if effort == "balanced":
+        importance = Importance(kind="fisher")
+        steps = 1000 if min(weight_bits, activation_bits) <= LOW_BITS else 300
+        mlp = replace(mlp, steps=steps, importance=importance)
+        blocks = replace(blocks, steps=steps, importance=importance)
+    stages = (mlp, LayerNormReparameterisation(), search, blocks)
+    return stages if activation_bits <= LOW_BITS else stages[1:]

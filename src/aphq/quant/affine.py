@@ -1,0 +1,84 @@
+"""Uniform affine numbers: x ~ (q - zero_point) * scale with an integer q in [0, 2^bits - 1].
+
+One form serves all: zero-points are integers inside the code range, so 0 is always exact; a symmetric format is the
+affine one with its zero-point fixed at 2^(bits-1). Scales broadcast against the tensor: shape [1] is per tensor,
+[out, 1] per output channel of a weight, [heads, 1, 1] per head of [batch, heads, tokens, channels].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SMALLEST_SCALE = 1e-8  # a tensor of zeros still needs a scale to divide by
+
+
+def top_code(bits: int) -> int:
+    """The largest code, 2^bits - 1; the smallest is 0."""
+    return 2**bits - 1
+
+
+def affine_from_range(lower: Tensor, upper: Tensor, bits: int, symmetric: bool = False) -> tuple[Tensor, Tensor]:
+    """(scale, zero-point) whose codes span [lower, upper], widened to hold 0."""
+    lower, upper = lower.clamp_max(0), upper.clamp_min(0)
+    if symmetric:
+        half = 2 ** (bits - 1)
+        scale = (torch.maximum(-lower, upper) / (half - 1)).clamp_min(SMALLEST_SCALE)
+        return scale, torch.full_like(scale, half)
+    scale = ((upper - lower) / top_code(bits)).clamp_min(SMALLEST_SCALE)
+    return scale, (-lower / scale).round().clamp(0, top_code(bits))
+
+
+def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
+    """The nearest codes, as whole floats."""
+    return ((x / scale).round() + zero_point).clamp(0, top_code(bits))
+
+
+def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    return (codes - zero_point) * scale
+
+
+def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
+    """What `x` becomes when it passes through `bits`-bit integers."""
+    return dequantize(quantize(x, scale, zero_point, bits), scale, zero_point)
+
+
+def fake_quantize_learned(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int, keep: Tensor | None) -> Tensor:
+    """`fake_quantize` with gradients for `x` and `scale`; elements where `keep` is False stay in float (QDrop)."""
+    result: Tensor = _FakeQuantize.apply(x, scale, zero_point, top_code(bits), keep)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _FakeQuantize(torch.autograd.Function):
+    """Straight-through rounding with its gradients in closed form: one pass forward and one back.
+
+    With v = x / scale and c the clamped code, y = (c - zp) * scale has dy/dx = [c not clamped] and
+    dy/dscale = (c - zp) - v * [c not clamped].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, top: int, keep: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, scale, zero_point, keep)
+        ctx.top = top
+        out = ((x / scale).round_().add_(zero_point).clamp_(0, top).sub_(zero_point)).mul_(scale)
+        return out if keep is None else torch.where(keep, out, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x, scale, zero_point, keep = ctx.saved_tensors
+        grad = grads[0]
+        v = x / scale
+        code = v.round() + zero_point
+        inside = (code >= 0) & (code <= ctx.top)
+        grad_x = grad_scale = None
+        if ctx.needs_input_grad[0]:
+            passed = inside if keep is None else inside | ~keep
+            grad_x = grad * passed
+        if ctx.needs_input_grad[1]:
+            slope = code.clamp_(0, ctx.top).sub_(zero_point).sub_(v.mul_(inside)).mul_(grad)
+            if keep is not None:
+                slope.mul_(keep)
+            grad_scale = slope.sum_to_size(scale.shape)
+        return grad_x, grad_scale, None, None, None

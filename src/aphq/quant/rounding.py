@@ -1,0 +1,50 @@
+"""Learned rounding of weights (AdaRound): each weight learns whether to go up or down.
+
+A weight w = scale * (floor(w / scale) + h) has h between 0 and 1, a stretched and clipped sigmoid of a free variable;
+a regulariser pulls every h to 0 or 1, and `hard` rounds what is left.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from aphq.quant.affine import top_code
+from aphq.quant.quantizer import Quantizer
+
+
+class LearnedRounding(nn.Module):
+    """The rounding variables of one weight tensor; scale and zero-point stay as they are."""
+
+    floor_code: Tensor
+
+    def __init__(self, weight: Tensor, quantizer: Quantizer, zeta: float = 1.1, gamma: float = -0.1) -> None:
+        super().__init__()
+        self.quantizer = quantizer
+        self.zeta, self.gamma = zeta, gamma
+        ratio = weight.detach() / quantizer.scale.data
+        floor = ratio.floor()
+        self.register_buffer("floor_code", floor + quantizer.zero_point)
+        # start where the soft weight equals the float weight: h(alpha) = fractional part
+        fraction = ((ratio - floor - gamma) / (zeta - gamma)).clamp(1e-4, 1 - 1e-4)
+        self.alpha = nn.Parameter(torch.logit(fraction))
+
+    def soft(self) -> Tensor:
+        """h in [0, 1], differentiable."""
+        return (torch.sigmoid(self.alpha) * (self.zeta - self.gamma) + self.gamma).clamp(0, 1)
+
+    def weight(self, h: Tensor) -> Tensor:
+        code = (self.floor_code + h).clamp(0, top_code(self.quantizer.bits))
+        return (code - self.quantizer.zero_point) * self.quantizer.scale.data
+
+    def forward(self) -> Tensor:
+        return self.weight(self.soft())
+
+    def hard(self) -> Tensor:
+        """The weight on the integer grid."""
+        with torch.no_grad():
+            return self.weight((self.alpha >= 0).to(self.alpha.dtype))
+
+    def penalty(self, beta: Tensor) -> Tensor:
+        """sum(1 - |2h - 1|^beta): zero when every weight has decided."""
+        return (1 - (2 * self.soft() - 1).abs().pow(beta)).sum()

@@ -1,0 +1,353 @@
+"""The recipe: everything a run depends on besides the model and the images, as frozen dataclasses.
+
+Defaults are the hyper-parameters of the published method (its code where paper and code differ), so that
+`Recipe(stages=(MlpReconstruction(), LayerNormReparameterisation(), ScaleSearch(), BlockReconstruction()))` is the
+paper's recipe; `aphq.presets` names the combinations people use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+from aphq.errors import RecipeError
+from aphq.typed import TypedError, convert, from_plain, nearest, to_plain
+
+VERSION = 1
+ImportanceKind = Literal["mse", "brecq", "ph", "aph", "fisher"]
+SearchMethod = Literal["minmax", "percentile", "self_mse", "output_mse"]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How weights become integers; `bits=None` leaves them in float."""
+
+    bits: int | None = 4
+    symmetric: bool = False
+    granularity: Literal["channel", "tensor"] = "channel"  # one scale per output channel, or one for the layer
+
+
+@dataclass(frozen=True)
+class Activations:
+    """How the inputs of linear layers, convolutions and attention products become integers."""
+
+    bits: int | None = 4
+    symmetric: bool = False
+    attention: Literal["head", "tensor"] = "head"  # scales of q, k, softmax and v: one per head, or one for all
+    image_bits: int | None = 8  # the input picture itself; it was made of 8-bit pixels
+
+
+@dataclass(frozen=True)
+class Override:
+    """Other bits for the layers whose name matches a pattern; a field left out keeps the recipe's value."""
+
+    weights: int | None | Literal["recipe"] = "recipe"
+    activations: int | None | Literal["recipe"] = "recipe"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Which images the run sees and how they are cropped."""
+
+    images: int = 1024
+    augment: bool = False  # the training augmentation (random crop, flip, colour), as the published code does
+    batch: int = 32  # images per forward pass; never changes a result except by floating-point rounding
+
+
+@dataclass(frozen=True)
+class Importance:
+    """What weights the reconstruction error (paper Sec. 3.2).
+
+    mse: nothing; brecq: squared gradient of each sample; ph: perturbation Hessian of each sample (Eq. 7);
+    aph: its average over the samples (Eq. 8), faithful to the published all-ones perturbation in float32;
+    fisher: the diagonal of the Fisher matrix of the distillation loss by seeded random probes at the logits.
+    """
+
+    kind: ImportanceKind = "aph"
+    temperature: float = 20.0  # of the KL divergence between teacher and student logits
+    epsilon: float = 1e-6  # size of the perturbation (ph, aph)
+    probes: int = 4  # backward passes per batch (fisher)
+    power: float = 0.5  # fisher ** power; 1/2 has the dynamic range of aph, 1 is the Fisher diagonal itself
+
+
+@dataclass(frozen=True)
+class MlpReconstruction:
+    """GELU becomes ReLU in every MLP, retrained against the float MLP (paper Sec. 3.3, Eq. 9-13)."""
+
+    kind: Literal["mlp_reconstruction"] = "mlp_reconstruction"
+    steps: int = 20_000
+    batch: int = 32
+    learning_rate: float = 4e-5  # Adam, cosine to zero
+    percentile: float = 0.99  # p of the clamp, over the positive post-GELU values of the teacher
+    alpha: float = 2.0  # weight of the clamped loss
+    loss_scale: float = 0.1
+    importance: Importance = field(default_factory=Importance)
+    NAME: ClassVar[str] = "mlp_reconstruction"
+
+
+@dataclass(frozen=True)
+class LayerNormReparameterisation:
+    """LayerNorm outputs are rescaled per channel, undone in the next weights, so that one scale fits all channels."""
+
+    kind: Literal["layernorm_reparameterisation"] = "layernorm_reparameterisation"
+    images: int = 128
+    candidates: int = 128
+    NAME: ClassVar[str] = "layernorm_reparameterisation"
+
+
+@dataclass(frozen=True)
+class ScaleSearch:
+    """Scale and zero-point of every quantizer, without gradients.
+
+    minmax and percentile read the range off the data; self_mse minimises the error of the tensor itself;
+    output_mse goes on from there by turns over weights and inputs to minimise the error of the layer's output.
+    """
+
+    kind: Literal["scale_search"] = "scale_search"
+    method: SearchMethod = "output_mse"
+    images: int = 128
+    candidates: int = 128
+    rounds: int = 3
+    percentile: float = 0.9999  # for method "percentile"
+    narrowest: float = 0.9  # the quantile of |x| that the smallest candidate range still covers
+    tokens: int = 4096  # rows drawn from the images to compare candidate activation scales on
+    NAME: ClassVar[str] = "scale_search"
+
+
+@dataclass(frozen=True)
+class BlockReconstruction:
+    """Learned rounding and activation scales, unit by unit, with QDrop (paper Sec. 3.2 and Algorithm 1)."""
+
+    kind: Literal["block_reconstruction"] = "block_reconstruction"
+    steps: int = 20_000
+    batch: int = 32
+    rounding_lr: float = 1e-3  # Adam, constant
+    scale_lr: float = 4e-5  # Adam, cosine to zero
+    quantized_share: float = 0.5  # QDrop inside the unit: the chance of an activation to be quantized
+    input_quantized_share: float = 0.5  # QDrop at the unit's input: the chance of coming from the quantized prefix
+    regulariser: float = 0.01  # pulls the rounding variables to 0 or 1
+    warmup: float = 0.2  # share of the steps without the regulariser
+    beta_start: float = 20.0  # exponent of the regulariser, linear from start to end after the warm-up
+    beta_end: float = 2.0
+    first_loss: float = 2.0  # the reconstruction loss is scaled to start here, whatever the unit
+    zeta: float = 1.1  # stretch of the rectified sigmoid (AdaRound)
+    gamma: float = -0.1
+    importance: Importance = field(default_factory=Importance)
+    NAME: ClassVar[str] = "block_reconstruction"
+
+
+Stage = MlpReconstruction | LayerNormReparameterisation | ScaleSearch | BlockReconstruction
+STAGES: dict[str, type[Stage]] = {
+    cls.NAME: cls for cls in (MlpReconstruction, LayerNormReparameterisation, ScaleSearch, BlockReconstruction)
+}
+R = TypeVar("R", bound="Recipe")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to do to a model; the same recipe, model, images and seed give the same artifact."""
+
+    name: str = "custom"
+    version: int = VERSION
+    seed: int = 3407
+    weights: Weights = field(default_factory=Weights)
+    activations: Activations = field(default_factory=Activations)
+    overrides: Mapping[str, Override | None] = field(default_factory=dict)  # fnmatch pattern -> bits; None = float
+    calibration: Calibration = field(default_factory=Calibration)
+    stages: tuple[Stage, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    # -- reading and writing -----------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        plain: dict[str, Any] = to_plain(self)
+        return plain
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
+        """Strict inverse of `to_dict`; fields left out take their defaults."""
+        if not isinstance(data, Mapping):
+            raise RecipeError(f"a recipe must be a mapping of fields, got {type(data).__name__}")
+        if data.get("version", VERSION) != VERSION:
+            raise RecipeError(f"recipe version {data['version']!r} is not supported; this aphq reads version {VERSION}")
+        plain = dict(data)
+        try:
+            plain["stages"] = tuple(_stage_from_dict(item, i) for i, item in enumerate(plain.get("stages", ())))
+            return from_plain(cls, plain)
+        except (TypedError, TypeError) as problem:
+            raise RecipeError(f"recipe: {problem}") from None
+
+    def to_yaml(self) -> str:
+        import yaml
+
+        return str(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_text(cls, text: str) -> Recipe:
+        """YAML or JSON (which is YAML)."""
+        import yaml
+
+        try:
+            return cls.from_dict(yaml.safe_load(text))
+        except yaml.YAMLError as problem:
+            raise RecipeError(f"the recipe is neither YAML nor JSON: {str(problem).splitlines()[0]}") from None
+        except RecursionError:
+            raise RecipeError("the recipe is nested too deeply to read") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Recipe:
+        try:
+            return cls.from_text(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as problem:
+            raise RecipeError(f"cannot read the recipe {path}: {problem}") from None
+
+    # -- changing ----------------------------------------------------------------------------------------------------
+
+    def stage(self, name: str) -> Stage | None:
+        return next((stage for stage in self.stages if stage.NAME == name), None)
+
+    def without(self, *names: str) -> Recipe:
+        """The recipe less some of its stages."""
+        for name in names:
+            if name not in STAGES:
+                raise RecipeError(f"there is no stage {name!r}: {nearest(name, STAGES)}")
+        return dataclasses.replace(self, stages=tuple(s for s in self.stages if s.NAME not in names))
+
+    def with_value(self, path: str, value: Any) -> Recipe:
+        """A copy with one field changed by its dotted path: `weights.bits`, `block_reconstruction.steps`,
+        `block_reconstruction.importance.kind`, or `importance.kind` and `steps` for every stage that has them."""
+        head, _, rest = path.partition(".")
+        if head in STAGES:
+            if self.stage(head) is None:
+                raise RecipeError(f"cannot set {path!r}: the recipe has no stage {head}")
+            changed = tuple(_replace(s, rest, value, path) if s.NAME == head else s for s in self.stages)
+            return dataclasses.replace(self, stages=changed)
+        if head in {"importance", "steps"}:
+            owners = [s for s in self.stages if hasattr(s, head)]
+            if not owners:
+                raise RecipeError(f"cannot set {path!r}: no stage of this recipe has it")
+            changed = tuple(_replace(s, path, value, path) if s in owners else s for s in self.stages)
+            return dataclasses.replace(self, stages=changed)
+        return _replace(self, path, value, path)
+
+    def bits_for(self, name: str, *, sees_image: bool = False) -> tuple[int | None, int | None]:
+        """(weight bits, activation bits) of the layer `name`; of several patterns that match, the last one decides."""
+        weights, activations = self.weights.bits, self.activations.bits
+        if sees_image and activations is not None:
+            activations = self.activations.image_bits
+        for pattern, override in self.overrides.items():
+            if fnmatchcase(name, pattern):
+                wanted = override or Override(None, None)
+                weights = weights if wanted.weights == "recipe" else wanted.weights
+                activations = activations if wanted.activations == "recipe" else wanted.activations
+        return weights, activations
+
+
+def differences(old: Any, new: Any, where: str = "") -> list[str]:
+    """The dotted names of the leaves in which two plain structures differ, with both values."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        keys = [*old, *(key for key in new if key not in old)]
+        return [d for key in keys for d in differences(old.get(key), new.get(key), f"{where}.{key}".lstrip("."))]
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return [d for i, (a, b) in enumerate(zip(old, new, strict=True)) for d in differences(a, b, f"{where}[{i}]")]
+    return [] if old == new else [f"{where}: {old!r} -> {new!r}"]
+
+
+def _stage_from_dict(data: Any, index: int) -> Stage:
+    if isinstance(data, tuple(STAGES.values())):
+        return data
+    where = f"stages[{index}]"
+    if not isinstance(data, Mapping) or "kind" not in data:
+        raise TypedError(f"{where} must be a mapping with a 'kind': one of {', '.join(STAGES)}")
+    kind = data["kind"]
+    if kind not in STAGES:
+        raise TypedError(f"{where}.kind: there is no stage {kind!r}: {nearest(str(kind), STAGES)}")
+    return from_plain(STAGES[kind], data, where)
+
+
+def _replace(owner: R | Stage | Any, path: str, value: Any, whole: str) -> Any:
+    from typing import get_type_hints
+
+    head, _, rest = path.partition(".")
+    names = {f.name for f in dataclasses.fields(owner)}
+    if head not in names:
+        raise RecipeError(f"unknown recipe field {whole!r}: {nearest(head, names)}")
+    current = getattr(owner, head)
+    if rest and isinstance(current, Mapping):
+        return dataclasses.replace(owner, **{head: {**current, rest: _convert_override(value, whole)}})
+    if rest and not dataclasses.is_dataclass(current):
+        raise RecipeError(f"recipe field {whole!r}: {head!r} has no parts")
+    try:
+        new = _replace(current, rest, value, whole) if rest else convert(value, get_type_hints(type(owner))[head], whole)
+    except TypedError as problem:
+        raise RecipeError(f"recipe: {problem}") from None
+    return dataclasses.replace(owner, **{head: new})
+
+
+def _convert_override(value: Any, where: str) -> Override | None:
+    try:
+        return None if value is None else from_plain(Override, value, where)
+    except TypedError as problem:
+        raise RecipeError(f"recipe: {problem}") from None
+
+
+def _check(recipe: Recipe) -> None:
+    """Values that have the right type and still make no sense."""
+
+    def require(ok: bool, message: str) -> None:
+        if not ok:
+            raise RecipeError(f"recipe: {message}")
+
+    bits: dict[str, Any] = {
+        "weights.bits": recipe.weights.bits,
+        "activations.bits": recipe.activations.bits,
+        "activations.image_bits": recipe.activations.image_bits,
+    }
+    for pattern, override in recipe.overrides.items():
+        if override is not None:
+            bits |= {
+                f"overrides.{pattern}.weights": override.weights,
+                f"overrides.{pattern}.activations": override.activations,
+            }
+    for name, value in bits.items():
+        require(value in (None, "recipe") or 2 <= value <= 8, f"{name} must be 2 to 8, or null for float; got {value}")
+    require(recipe.calibration.images >= 1, "calibration.images must be at least 1")
+    require(recipe.calibration.batch >= 1, "calibration.batch must be at least 1")
+
+    names = [stage.NAME for stage in recipe.stages]
+    require(len(set(names)) == len(names), f"a stage may appear only once; got {', '.join(names)}")
+    require(names == sorted(names, key=list(STAGES).index), f"stages must come in the order {', '.join(STAGES)}")
+    quantizes = any(isinstance(value, int) for key, value in bits.items() if key != "activations.image_bits")
+    if names and quantizes:
+        require("scale_search" in names, "a recipe that quantizes needs the stage scale_search (or bits: null)")
+
+    for stage in recipe.stages:
+        for f in dataclasses.fields(stage):
+            _check_number(stage, f.name, require)
+
+
+SHARES = {"percentile", "quantized_share", "input_quantized_share", "warmup", "narrowest"}
+MAY_BE_ZERO = {"steps", "rounds", "alpha", "regulariser", "warmup", "gamma", "power"}
+
+
+def _check_number(owner: Any, name: str, require: Any) -> None:
+    value = getattr(owner, name)
+    where = f"{getattr(owner, 'NAME', 'importance')}.{name}"
+    if isinstance(value, Importance):
+        for f in dataclasses.fields(value):
+            _check_number(value, f.name, require)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and name != "gamma":
+        require(math.isfinite(value), f"{where} must be finite; got {value}")
+        require(value > 0 or (value == 0 and name in MAY_BE_ZERO), f"{where} must be positive; got {value}")
+        require(name not in SHARES or value <= 1, f"{where} must be at most 1; got {value}")

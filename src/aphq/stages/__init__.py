@@ -1,0 +1,23 @@
+"""The steps of the pipeline; a stage is a function of the workspace and its settings, one file each."""
+
+from collections.abc import Callable
+from typing import Any
+
+from aphq.engine.workspace import Workspace
+from aphq.recipe import (
+    BlockReconstruction,
+    LayerNormReparameterisation,
+    MlpReconstruction,
+    ScaleSearch,
+)
+from aphq.stages.block_reconstruction import reconstruct_blocks
+from aphq.stages.layernorm import reparameterise_norms
+from aphq.stages.mlp_reconstruction import reconstruct_mlps
+from aphq.stages.scale_search import search_scales
+
+RUN_STAGE: dict[type, Callable[[Workspace, Any], None]] = {
+    MlpReconstruction: reconstruct_mlps,
+    LayerNormReparameterisation: reparameterise_norms,
+    ScaleSearch: search_scales,
+    BlockReconstruction: reconstruct_blocks,
+}

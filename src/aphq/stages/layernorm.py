@@ -1,0 +1,81 @@
+"""LayerNorm reparameterisation: one scale for a tensor whose channels differ widely in range.
+
+Each channel c of the LayerNorm output would like its own scale s_c and zero-point z_c. Instead the LayerNorm's affine
+is changed so that every channel fits the mean scale s and zero-point z, x' = x / r - b with r = s_c / s, and the next
+layer undoes it: W' = W diag(r), bias' = bias + W' b. In float nothing changes, at any combination of bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aphq import recipe as settings
+from aphq.engine.workspace import Workspace
+from aphq.models.architecture import NormPair
+from aphq.quant.layers import QuantizedLayer
+from aphq.quant.search import Searcher, self_cost
+from aphq.stages.samples import Sample, sample_inputs
+
+LARGEST_RATIO = 100.0  # a dead channel must not blow up its LayerNorm weight
+TOKENS = 4096
+NARROWEST = 0.9
+
+
+def reparameterise_norms(work: Workspace, config: settings.LayerNormReparameterisation) -> None:
+    """The stage: every LayerNorm whose only reader is a layer with a quantized input."""
+    todo = [unit for unit in work.units if unit.norms and not work.restore_unit(config.NAME, unit)]
+    work.progress.start(config.NAME, len(todo))
+    for unit, rows in work.walk_one(work.student, config.images) if todo else ():
+        if unit in todo:
+            pairs = {pair.linear: pair for pair in unit.norms if _fits(work, pair)}
+            layers: dict[str, Any] = {name: work.student.get_submodule(name) for name in pairs}
+            channels = {name: (layer.weight.shape[1],) for name, layer in layers.items()}
+            samples = sample_inputs(work, unit, rows, layers, channels, TOKENS)
+            for name, pair in pairs.items():
+                reparameterise(work.student.get_submodule(pair.norm), layers[name], samples[name][0], pair, config)
+            work.save_unit(config.NAME, unit)
+            work.folder.event("unit", stage=config.NAME, unit=unit.name)
+            work.progress.advance(1, unit.name)
+        if unit is todo[-1]:
+            break
+    work.progress.finish()
+
+
+def _fits(work: Workspace, pair: NormPair) -> bool:
+    layer: Any = work.student.get_submodule(pair.linear)
+    norm: Any = work.student.get_submodule(pair.norm)
+    return layer.input_quantizer is not None and getattr(norm, "weight", None) is not None
+
+
+@torch.no_grad()
+def reparameterise(
+    norm: Any, layer: QuantizedLayer, sample: Sample, pair: NormPair, config: settings.LayerNormReparameterisation
+) -> None:
+    """Change `norm` and `layer` in place; together they compute what they did."""
+    quantizer = layer.input_quantizer
+    assert quantizer is not None
+    x, groups = sample.values, sample.groups  # [tokens, channels], one group per channel
+    form = (quantizer.bits, quantizer.symmetric)
+    searcher = Searcher.of(x, groups, *form, config.candidates, NARROWEST, sample.range)
+    scales, zero_points = searcher.affine(searcher.start(self_cost(x, groups, quantizer.bits)))
+    ratio, shift = ratio_and_shift(scales, zero_points)
+    if not pair.may_shift or quantizer.symmetric or getattr(norm, "bias", None) is None:
+        shift = torch.zeros_like(shift)
+
+    norm.weight.data = norm.weight.data / ratio
+    layer.weight.data = layer.weight.data * ratio
+    if shift.any():
+        norm.bias.data = norm.bias.data / ratio - shift
+        layer.add_to_bias(layer.weight.data @ shift)
+    elif getattr(norm, "bias", None) is not None:
+        norm.bias.data = norm.bias.data / ratio
+
+
+def ratio_and_shift(scales: Tensor, zero_points: Tensor) -> tuple[Tensor, Tensor]:
+    """r and b per channel, from the scales and zero-points the channels would like."""
+    scale, zero_point = scales.mean(), zero_points.mean().round()
+    ratio = (scales / scale).clamp(1 / LARGEST_RATIO, LARGEST_RATIO)
+    return ratio, -zero_points * scales / ratio + zero_point * scale

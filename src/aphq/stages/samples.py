@@ -1,0 +1,83 @@
+"""What the scale search needs to know of a tensor: its extremes over all images, and a fair sample of its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from aphq.engine.hooks import watch_inputs
+from aphq.engine.seeds import generator_for
+from aphq.engine.store import Rows
+from aphq.engine.workspace import Workspace
+from aphq.models.architecture import Unit
+from aphq.quant.layers import QuantizedLayer, QuantizedProduct
+from aphq.quant.search import Range, reduce_to
+
+
+@dataclass
+class Sample:
+    """Rows drawn evenly from the batches, and the range per group over everything seen."""
+
+    groups: tuple[int, ...]
+    parts: list[Tensor] = field(default_factory=list)
+    lower: Tensor | None = None
+    upper: Tensor | None = None
+
+    def add(self, x: Tensor, picked: Tensor) -> None:
+        lower, upper = reduce_to(x, self.groups, torch.amin), reduce_to(x, self.groups, torch.amax)
+        self.lower = lower if self.lower is None else torch.minimum(self.lower, lower)
+        self.upper = upper if self.upper is None else torch.maximum(self.upper, upper)
+        self.parts.append(x.index_select(0, picked))
+
+    @property
+    def values(self) -> Tensor:
+        return torch.cat(self.parts)
+
+    @property
+    def range(self) -> Range:
+        assert self.lower is not None and self.upper is not None, "nothing was sampled"
+        return Range(self.lower, self.upper)
+
+
+Samples = dict[str, tuple[Sample, ...]]  # site -> its input, or the left and right operand of a product
+
+
+@torch.no_grad()
+def sample_inputs(
+    work: Workspace,
+    unit: Unit,
+    rows: Rows,
+    sites: dict[str, QuantizedLayer | QuantizedProduct],
+    groups: dict[str, tuple[int, ...]],
+    tokens: int,
+) -> Samples:
+    """Run the student's unit once over `rows` and sample what each site gets.
+
+    A layer's input is sampled by rows [tokens, in]; an attention product by whole matrices [samples, heads, n, k].
+    """
+    generator = generator_for(work.recipe.seed, "sample_inputs", unit.name)
+    samples: Samples = {}
+    share = tokens / len(rows)  # rows wanted per image
+
+    def see(name: str, inputs: tuple[Tensor, ...]) -> None:
+        site = sites[name]
+        if isinstance(site, QuantizedLayer):
+            matrix = site.as_matrix(inputs[0])
+            tensors: tuple[Tensor, ...] = (matrix.reshape(-1, matrix.shape[-1]),)
+            wanted = share * batch_size
+        else:
+            tensors = inputs[:2]
+            wanted = share * batch_size / tensors[0].shape[-2]
+        count = min(len(tensors[0]), max(1, round(wanted)))
+        picked = torch.randperm(len(tensors[0]), generator=generator)[:count].to(tensors[0].device)
+        for sample, x in zip(samples.setdefault(name, tuple(Sample(groups[name]) for _ in tensors)), tensors, strict=True):
+            sample.add(x, picked)
+
+    with watch_inputs(sites, see):
+        for start in range(0, len(rows), work.batch):
+            x = rows[slice(start, start + work.batch)]
+            batch_size = len(x)
+            unit.run(work.student, x)
+    return samples

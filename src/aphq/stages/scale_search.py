@@ -1,0 +1,129 @@
+"""Scale search: a range for every quantizer, unit by unit, everything else in float.
+
+One pass of the float student over the images samples the inputs of all sites. A weight, a layer input and either
+operand of an attention product are searched alike: first for the least error of the tensor itself, then by turns, the
+other side quantized, for the least error of the product (see `aphq.quant.search`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aphq import recipe as settings
+from aphq.engine.workspace import Workspace
+from aphq.quant.affine import fake_quantize
+from aphq.quant.layers import QuantizedLayer, QuantizedProduct, quantized_sites
+from aphq.quant.quantizer import Quantizer
+from aphq.quant.search import Cost, Range, Searcher, group_quantile, output_cost, self_cost
+from aphq.stages.samples import Sample, sample_inputs
+
+
+def search_scales(work: Workspace, config: settings.ScaleSearch) -> None:
+    """The stage: every quantizer of the student gets its scale and zero-point."""
+    todo = [unit for unit in work.units if not work.restore_unit(config.NAME, unit)]
+    work.progress.start(config.NAME, len(todo))
+    for unit, rows in work.walk_one(work.student, config.images) if todo else ():
+        if unit in todo:
+            sites = {name: site for prefix in unit.modules for name, site in quantized_sites(work.student, prefix)}
+            groups = {name: _groups(site) for name, site in sites.items()}
+            samples = sample_inputs(work, unit, rows, sites, groups, config.tokens)
+            for name, site in sites.items():
+                if isinstance(site, QuantizedLayer):
+                    search_layer(site, samples[name][0], config)
+                else:
+                    search_product(site, samples[name], config)
+            work.save_unit(config.NAME, unit)
+            work.folder.event("unit", stage=config.NAME, unit=unit.name)
+            work.progress.advance(1, unit.name)
+    work.progress.finish()
+
+
+def _groups(site: QuantizedLayer | QuantizedProduct) -> tuple[int, ...]:
+    if isinstance(site, QuantizedProduct) and site.left is not None:
+        return tuple(site.left.scale.shape)
+    return (1,)
+
+
+class Operand:
+    """One side of a product during the search: its values, its quantizer (None: float) and the range found so far."""
+
+    def __init__(
+        self,
+        values: Tensor,
+        quantizer: Quantizer | None,
+        config: settings.ScaleSearch,
+        groups: tuple[int, ...],
+        full: Range | None = None,
+    ) -> None:
+        self.values, self.quantizer, self.config, self.groups = values, quantizer, config, groups
+        self.found: Range | None = None
+        if quantizer is not None:
+            form = (quantizer.bits, quantizer.symmetric)
+            self.searcher = Searcher.of(values, groups, *form, config.candidates, config.narrowest, full)
+
+    @classmethod
+    def of_sample(cls, sample: Sample, quantizer: Quantizer | None, config: settings.ScaleSearch) -> Operand:
+        return cls(sample.values, quantizer, config, sample.groups, sample.range)
+
+    def start(self) -> None:
+        """The first range, from the tensor alone."""
+        if self.quantizer is None:
+            return
+        method, full = self.config.method, self.searcher.full
+        if method == "minmax":
+            self.found = full
+        elif method == "percentile":
+            upper = group_quantile(self.values, self.groups, self.config.percentile)
+            lower = group_quantile(self.values, self.groups, 1 - self.config.percentile)
+            self.found = Range(lower, upper)
+        else:
+            self.found = self.searcher.start(self_cost(self.values, self.groups, self.quantizer.bits))
+
+    def improve(self, other: Tensor, other_hat: Tensor) -> None:
+        """A better range for the product values @ other, the other side quantized."""
+        if self.quantizer is not None and self.found is not None:
+            cost: Cost = output_cost(self.values, other, other_hat, self.groups, self.quantizer.bits)
+            self.found = self.searcher.improve(cost, self.found)
+
+    def quantized(self) -> Tensor:
+        if self.quantizer is None or self.found is None:
+            return self.values
+        return fake_quantize(self.values, *self.searcher.affine(self.found), self.quantizer.bits)
+
+    def commit(self) -> None:
+        if self.quantizer is not None and self.found is not None:
+            self.quantizer.set_range(self.found.lower, self.found.upper)
+
+
+@torch.no_grad()
+def search_layer(layer: QuantizedLayer, sample: Sample, config: settings.ScaleSearch) -> None:
+    """Weight [out, in] and input rows [tokens, in]: output = rows @ weight^T."""
+    matrix = layer.weight.flatten(1)
+    per_channel = layer.weight_quantizer is not None and layer.weight_quantizer.scale.numel() > 1
+    weight = Operand(matrix, layer.weight_quantizer, config, (matrix.shape[0], 1) if per_channel else (1, 1))
+    inputs = Operand.of_sample(sample, layer.input_quantizer, config)
+    _alternate(weight, inputs, config)
+
+
+@torch.no_grad()
+def search_product(product: QuantizedProduct, samples: tuple[Sample, ...], config: settings.ScaleSearch) -> None:
+    """left [samples, heads, n, k] @ right [samples, heads, k, m]; the right side is searched as the left of
+    the transposed product."""
+    left = Operand.of_sample(samples[0], product.left, config)
+    right = Operand.of_sample(samples[1], product.right, config)
+    right.values = right.values.transpose(-1, -2)
+    _alternate(left, right, config)
+
+
+def _alternate(a: Operand, b: Operand, config: settings.ScaleSearch) -> None:
+    """Both operands as rows over the inner dimension: their product is a @ b^T."""
+    a.start()
+    b.start()
+    if config.method == "output_mse":
+        for _ in range(config.rounds):
+            a.improve(b.values.transpose(-1, -2), b.quantized().transpose(-1, -2))
+            b.improve(a.values.transpose(-1, -2), a.quantized().transpose(-1, -2))
+    a.commit()
+    b.commit()
+
