@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import time
@@ -20,6 +19,7 @@ from aphq.artifact.loading import load
 from aphq.artifact.saving import CONFIG, Sizes, save
 from aphq.data import CalibrationSet, Labelled, Preprocessing, as_labelled, load_calibration
 from aphq.engine.folder import RunFolder
+from aphq.engine.loop import matmul_precision
 from aphq.engine.progress import Progress, clock
 from aphq.engine.store import Store
 from aphq.engine.workspace import Workspace
@@ -252,28 +252,12 @@ def _run_stages(work: Workspace) -> dict[str, float]:
     for stage in work.recipe.stages:
         work.folder.event("stage_started", stage=stage.NAME)
         started = time.monotonic()
-        with _exact_float32(work.device):
+        with matmul_precision("highest"):  # importance by perturbation lives in the last bits
             RUN_STAGE[type(stage)](work, stage)
         seconds[stage.NAME] = time.monotonic() - started
         peak = {f"{tier}_bytes": size for tier, size in work.store.peak.items() if size}
         work.folder.event("stage_finished", stage=stage.NAME, seconds=round(seconds[stage.NAME], 3), cached=peak)
     return seconds
-
-
-@contextlib.contextmanager
-def _exact_float32(device: torch.device) -> Any:
-    """float32 products in float32, whatever the caller's setting: importance by perturbation lives in the last bits."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def _info(

@@ -8,7 +8,8 @@ recorded once as a graph and replayed; elsewhere, or where recording fails, it r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -43,6 +44,10 @@ class Loop:
 
     def run(self, report: Callable[[int], None] | None = None) -> Tensor:
         """Returns the loss of every step, on the CPU; `report(n)` is called after every few steps."""
+        with matmul_precision("high"):  # TF32 where there is such a thing: steps are noisy enough not to notice
+            return self._run(report)
+
+    def _run(self, report: Callable[[int], None] | None) -> Tensor:
         steps = self.samples.shape[0]
         if steps == 0:
             return torch.empty(0)
@@ -108,6 +113,19 @@ class Loop:
             torch.cuda.synchronize(self.device)
             return WARMUP_STEPS, step
         return WARMUP_STEPS, graph.replay
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Inside the block, float32 products on CUDA are exact ("highest") or may use TF32 ("high")."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def cosine(start: float, steps: int) -> Tensor:

@@ -44,7 +44,7 @@ class Quantizer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.enabled:
             return x
-        keep = torch.rand_like(x) < self.share if self.share < 1 else None
+        keep = torch.empty_like(x, dtype=torch.bool).bernoulli_(self.share) if self.share < 1 else None
         if keep is None and not torch.is_grad_enabled():
             return fake_quantize(x, self.scale, self.zero_point, self.bits)
         return fake_quantize_learned(x, self.scale, self.zero_point, self.bits, keep)

@@ -10,7 +10,7 @@ fold outlier as for a flat one, and zero-points need no grid of their own: any n
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,22 +18,60 @@ from torch import Tensor
 
 from aphq.quant.affine import affine_from_range, fake_quantize
 
-Cost = Callable[[Tensor, Tensor], Tensor]  # (scale, zero-point) -> cost, all of shape `groups`
 Side = Literal["both", "upper", "lower"]
 FEWEST_OF_RANGE = 0.005  # no candidate is narrower than this share of the full range
+ELEMENTS_AT_ONCE = {"cpu": 2**18, "other": 2**26}  # of all candidates together: a cache, a share of a GPU's memory
 
 
 @dataclass(frozen=True)
 class Range:
-    """The values a quantizer spans, per group."""
+    """The values a quantizer spans, per group; candidates add a first dimension."""
 
     lower: Tensor
     upper: Tensor
 
-    def shrink(self, factor: Tensor, side: Side, current: Range) -> Range:
-        lower = current.lower if side == "upper" else self.lower * factor
-        upper = current.upper if side == "lower" else self.upper * factor
-        return Range(lower, upper)
+
+@dataclass(frozen=True)
+class Cost:
+    """What a quantizer of `x` costs, per group: the sum of `score(Q(x) - x)`, for many candidates at once."""
+
+    x: Tensor
+    groups: tuple[int, ...]
+    bits: int
+    score: Callable[[Tensor], Tensor]  # error [candidates, *x.shape] -> [candidates, ...], summed to the groups
+    elements: int  # the largest tensor a candidate needs
+
+    def __call__(self, scale: Tensor, zero_point: Tensor) -> Tensor:
+        """[candidates, *groups] each -> costs of that shape."""
+        wide = (-1, *(1,) * (self.x.ndim - len(self.groups)), *self.groups)
+        limit = ELEMENTS_AT_ONCE["cpu" if self.x.device.type == "cpu" else "other"]
+        chunk = max(1, limit // self.elements)
+        found = []
+        for scales, zero_points in zip(scale.split(chunk), zero_point.split(chunk), strict=True):
+            error = fake_quantize(self.x, scales.reshape(wide), zero_points.reshape(wide), self.bits).sub_(self.x)
+            found.append(self.score(error).sum_to_size(len(scales), *wide[1:]).reshape(-1, *self.groups))
+        return torch.cat(found)
+
+
+def self_cost(x: Tensor, groups: tuple[int, ...], bits: int) -> Cost:
+    """Squared error of the tensor itself."""
+    return Cost(x, groups, bits, lambda error: error.square_(), x.numel())
+
+
+def output_cost(left: Tensor, right: Tensor, right_hat: Tensor, groups: tuple[int, ...], bits: int) -> Cost:
+    """Squared error of a product, ||Q(left) right_hat - left right||^2, as a function of the left quantizer.
+
+    With e = Q(left) - left the error is e right_hat + left (right_hat - right): only small terms, so that nothing
+    cancels at 8 bits. Where the inner dimension k is the smaller, the Gram matrix right_hat right_hat^T [k, k] makes
+    a candidate's cost independent of the number of columns (that is: of tokens, when `left` is a weight).
+    """
+    rest = left @ (right_hat - right)
+    inner, columns = right.shape[-2:]
+    if columns > inner:
+        gram = right_hat @ right_hat.transpose(-1, -2)
+        twice_cross = 2 * (rest @ right_hat.transpose(-1, -2))
+        return Cost(left, groups, bits, lambda e: (e @ gram).add_(twice_cross).mul_(e), left.numel())
+    return Cost(left, groups, bits, lambda e: (e @ right_hat).add_(rest).square_(), max(left.numel(), rest.numel()))
 
 
 @dataclass(frozen=True)
@@ -80,49 +118,14 @@ class Searcher:
         return current
 
     def _sweep(self, cost: Cost, current: Range, side: Side) -> Range:
-        best, least = current, cost(*self.affine(current))
-        for step in torch.linspace(0, 1, self.candidates).tolist():
-            tried = self.full.shrink(self.narrowest ** (1 - step), side, current)
-            found = cost(*self.affine(tried))
-            better = found < least
-            least = torch.where(better, found, least)
-            best = replace(
-                best,
-                lower=torch.where(better, tried.lower, best.lower),
-                upper=torch.where(better, tried.upper, best.upper),
-            )
-        return best
-
-
-def self_cost(x: Tensor, groups: tuple[int, ...], bits: int) -> Cost:
-    """Squared error of the tensor itself."""
-
-    def cost(scale: Tensor, zero_point: Tensor) -> Tensor:
-        return (fake_quantize(x, scale, zero_point, bits) - x).square_().sum_to_size(groups)
-
-    return cost
-
-
-def output_cost(left: Tensor, right: Tensor, right_hat: Tensor, groups: tuple[int, ...], bits: int) -> Cost:
-    """Squared error of a product, ||Q(left) right_hat - left right||^2, as a function of the left quantizer.
-
-    With e = Q(left) - left the error is e right_hat + left (right_hat - right): only small terms, so that nothing
-    cancels at 8 bits. Where the inner dimension k is the smaller, the Gram matrix right_hat right_hat^T [k, k] makes
-    a candidate's cost independent of the number of columns (that is: of tokens, when `left` is a weight).
-    """
-    rest = left @ (right_hat - right)
-    inner, columns = right.shape[-2:]
-    if columns > inner:
-        gram = right_hat @ right_hat.transpose(-1, -2)
-        twice_cross = 2 * (rest @ right_hat.transpose(-1, -2))
-
-    def cost(scale: Tensor, zero_point: Tensor) -> Tensor:
-        error = fake_quantize(left, scale, zero_point, bits) - left
-        if columns > inner:
-            return ((error @ gram).add_(twice_cross).mul_(error)).sum_to_size(groups)
-        return (error @ right_hat).add_(rest).square_().sum_to_size(groups)
-
-    return cost
+        """The current range, and the full one shrunk on one side or both; per group the cheapest."""
+        exponent = torch.linspace(1, 0, self.candidates, device=self.narrowest.device)
+        factor = self.narrowest ** exponent.reshape(-1, *(1,) * self.narrowest.ndim)  # [candidates, *groups]
+        lower = current.lower.expand_as(factor) if side == "upper" else self.full.lower * factor
+        upper = current.upper.expand_as(factor) if side == "lower" else self.full.upper * factor
+        tried = Range(torch.cat([current.lower[None], lower]), torch.cat([current.upper[None], upper]))
+        best = cost(*self.affine(tried)).argmin(dim=0, keepdim=True)
+        return Range(tried.lower.gather(0, best)[0], tried.upper.gather(0, best)[0])
 
 
 def reduce_to(x: Tensor, groups: tuple[int, ...], reduce: Callable[..., Tensor]) -> Tensor:
@@ -132,11 +135,11 @@ def reduce_to(x: Tensor, groups: tuple[int, ...], reduce: Callable[..., Tensor])
     return reduce(x, dim=dims, keepdim=True).reshape(groups) if dims else x.reshape(groups)
 
 
-LARGEST_QUANTILE = 2**24 - 1  # torch.quantile refuses more elements
+LARGEST_QUANTILE = 2**17  # a sort; more elements would only cost time
 
 
 def group_quantile(x: Tensor, groups: tuple[int, ...], share: float) -> Tensor:
-    """Quantile per group, over at most LARGEST_QUANTILE evenly spaced elements of each."""
+    """Quantile per group, over about LARGEST_QUANTILE evenly spaced elements of each."""
     shape = (1,) * (x.ndim - len(groups)) + groups
     kept = [d for d in range(x.ndim) if shape[d] != 1]
     rows = x.permute(*kept, *(d for d in range(x.ndim) if d not in kept)).reshape(max(1, _product(groups)), -1)

@@ -117,7 +117,7 @@ def _reconstruct(
         def forward(index: Tensor) -> Tensor:
             teacher = visit.teacher_in[index]
             quantized = visit.student_in[index] if visit.student_in is not visit.teacher_in else teacher
-            mix = torch.rand_like(teacher) < config.input_quantized_share
+            mix = torch.empty_like(teacher, dtype=torch.bool).bernoulli_(config.input_quantized_share)
             return error_of(unit.run(work.student, torch.where(mix, quantized, teacher)), index)
 
         with torch.no_grad():

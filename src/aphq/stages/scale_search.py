@@ -15,7 +15,7 @@ from aphq.engine.workspace import Workspace
 from aphq.quant.affine import fake_quantize
 from aphq.quant.layers import QuantizedLayer, QuantizedProduct, quantized_sites
 from aphq.quant.quantizer import Quantizer
-from aphq.quant.search import Cost, Range, Searcher, group_quantile, output_cost, self_cost
+from aphq.quant.search import Range, Searcher, group_quantile, output_cost, self_cost
 from aphq.stages.samples import Sample, sample_inputs
 
 
@@ -83,7 +83,7 @@ class Operand:
     def improve(self, other: Tensor, other_hat: Tensor) -> None:
         """A better range for the product values @ other, the other side quantized."""
         if self.quantizer is not None and self.found is not None:
-            cost: Cost = output_cost(self.values, other, other_hat, self.groups, self.quantizer.bits)
+            cost = output_cost(self.values, other, other_hat, self.groups, self.quantizer.bits)
             self.found = self.searcher.improve(cost, self.found)
 
     def quantized(self) -> Tensor:
