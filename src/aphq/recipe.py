@@ -195,11 +195,15 @@ class Recipe:
 
     @classmethod
     def from_text(cls, text: str) -> Recipe:
-        """YAML or JSON (which is YAML)."""
+        """YAML or JSON, which is nearly YAML: tabs and escaped surrogate pairs are not."""
         import yaml
 
         try:
-            return cls.from_dict(yaml.safe_load(text))
+            try:
+                data = json.loads(text)
+            except ValueError:
+                data = yaml.safe_load(text)
+            return cls.from_dict(data)
         except yaml.YAMLError as problem:
             raise RecipeError(f"the recipe is neither YAML nor JSON: {str(problem).splitlines()[0]}") from None
         except RecursionError:
@@ -254,11 +258,24 @@ class Recipe:
         return weights, activations
 
 
+class _Absent:
+    """What a mapping has under a key it lacks; None is a value, and means float."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()
+
+
 def differences(old: Any, new: Any, where: str = "") -> list[str]:
     """The dotted names of the leaves in which two plain structures differ, with both values."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         keys = [*old, *(key for key in new if key not in old)]
-        return [d for key in keys for d in differences(old.get(key), new.get(key), f"{where}.{key}".lstrip("."))]
+        parts = ((old.get(key, ABSENT), new.get(key, ABSENT), f"{where}.{key}".lstrip(".")) for key in keys)
+        found = [d for part in parts for d in differences(*part)]
+        moved = not found and list(old) != list(new)  # of the patterns that match a layer, the last one decides
+        return [f"{where}: order {list(old)} -> {list(new)}"] if moved else found
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return [d for i, (a, b) in enumerate(zip(old, new, strict=True)) for d in differences(a, b, f"{where}[{i}]")]
     return [] if old == new else [f"{where}: {old!r} -> {new!r}"]
@@ -297,7 +314,7 @@ def _replace(owner: R | Stage | Any, path: str, value: Any, whole: str) -> Any:
 
 def _convert_override(value: Any, where: str) -> Override | None:
     try:
-        return None if value is None else from_plain(Override, value, where)
+        return None if value is None else convert(value, Override, where)
     except TypedError as problem:
         raise RecipeError(f"recipe: {problem}") from None
 
@@ -347,7 +364,8 @@ def _check_number(owner: Any, name: str, require: Any) -> None:
     if isinstance(value, Importance):
         for f in dataclasses.fields(value):
             _check_number(value, f.name, require)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool) and name != "gamma":
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
         require(math.isfinite(value), f"{where} must be finite; got {value}")
-        require(value > 0 or (value == 0 and name in MAY_BE_ZERO), f"{where} must be positive; got {value}")
+        signed_right = value > 0 or (value == 0 and name in MAY_BE_ZERO) or name == "gamma"
+        require(signed_right, f"{where} must be positive; got {value}")
         require(name not in SHARES or value <= 1, f"{where} must be at most 1; got {value}")

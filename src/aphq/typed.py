@@ -76,7 +76,11 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     if origin in (dict, Mapping) or origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
             raise TypedError(f"{where} must be a mapping, got {value!r}")
-        return {key: convert(item, get_args(hint)[1], _join(where, key)) for key, item in value.items()}
+        key_hint, item_hint = get_args(hint)
+        return {
+            convert(key, key_hint, f"a key of {where}"): convert(item, item_hint, _join(where, key))
+            for key, item in value.items()
+        }
     if dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else from_plain(hint, value, where)  # type: ignore[arg-type]
     return _convert_scalar(value, hint, where)

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,18 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             os.fsync(handle.fileno())
         os.replace(temporary, path)
     except Exception as problem:
-        temporary.unlink(missing_ok=True)
+        _discard(temporary)
         if is_disk_problem(problem):
             raise RunError(f"cannot write {path}: {problem}; what was saved before is intact") from None
         raise
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        _discard(temporary)
         raise
+
+
+def _discard(temporary: Path) -> None:
+    with suppress(OSError):  # what went wrong before is the news
+        temporary.unlink()
 
 
 def is_disk_problem(problem: BaseException) -> bool:

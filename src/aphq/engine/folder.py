@@ -55,6 +55,8 @@ class RunFolder:
             return False
         try:
             earlier = json.loads(record.read_text(encoding="utf-8"))
+            if not isinstance(earlier, dict):
+                raise ValueError("not a JSON object")
         except (OSError, ValueError) as problem:
             raise RunError(f"{record} is damaged ({problem}); remove the folder or choose another") from None
         changed = differences(*({k: v for k, v in i.items() if k not in NOT_IDENTITY} for i in (earlier, identity)))

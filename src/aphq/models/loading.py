@@ -51,7 +51,7 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     try:
         found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     except (SafetensorError, OSError, ValueError, RuntimeError, EOFError) as problem:
-        raise ModelError(f"cannot read the weights in {path}: {str(problem).splitlines()[0]}") from None
+        raise ModelError(f"cannot read the weights in {path}: {_first_line(problem)}") from None
     except Exception as problem:  # the unpickler's own errors have no common base
         raise ModelError(
             f"{path} holds more than tensors or is damaged ({type(problem).__name__}); save its state_dict as .safetensors"
@@ -93,7 +93,15 @@ def _create(name: str, num_classes: int | None, arguments: dict[str, Any], pretr
         model: nn.Module = timm.create_model(name, pretrained=pretrained, **extra, **arguments)
     except (TypeError, AssertionError) as problem:
         raise ModelError(f"timm cannot create {name!r} with {arguments}: {problem}") from None
+    except RuntimeError as problem:
+        if "Invalid pretrained tag" not in str(problem):
+            raise
+        raise ModelError(f"timm cannot create {name!r}: {problem}") from None
     return model
+
+
+def _first_line(problem: Exception) -> str:
+    return (str(problem) or type(problem).__name__).splitlines()[0]
 
 
 def _load_strictly(model: nn.Module, state: dict[str, Tensor], path: str | Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from functools import partial
 from typing import Any
 
@@ -56,6 +57,12 @@ def describe_activation(module: nn.Module, name: str) -> str:
 
 def activation_factory(key: str) -> Any:
     return _allowed(ACTIVATIONS, key)
+
+
+def mlp_ratio(hidden: int, width: int) -> float:
+    """The ratio from which timm's `int(width * ratio)` gives `hidden` again."""
+    ratio = hidden / width
+    return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
 def construct(cls: type[nn.Module], arguments: dict[str, Any]) -> nn.Module:

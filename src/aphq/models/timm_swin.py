@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from aphq.errors import ModelError
 from aphq.models.architecture import Architecture, NormPair, Unit, module_step, register, replace_module, unchanged
 from aphq.models.attention import SwinAttention
-from aphq.models.timm_parts import construct, describe_norm, norm_factory, require_type
+from aphq.models.timm_parts import construct, describe_norm, mlp_ratio, norm_factory, require_type
 
 
 @register
@@ -38,11 +38,14 @@ class TimmSwin(Architecture):
                 require_type(block, name, SwinTransformerBlock)
                 require_type(block.attn, f"{name}.attn", WindowAttention, SwinAttention)
                 require_type(block.mlp, f"{name}.mlp", Mlp)
+                require_type(block.mlp.act, f"{name}.mlp.act", nn.GELU)  # timm builds no other
 
     def units(self, model: Any) -> tuple[Unit, ...]:
         units = [Unit("patch_embed", "patch_embed", module_step("patch_embed"), unchanged, ("patch_embed",))]
+        height, width = model.patch_embed.grid_size
         for s, stage in enumerate(model.layers):
             if isinstance(stage.downsample, PatchMerging):
+                height, width = -(-height // 2), -(-width // 2)  # an odd side is padded; `input_resolution` says less
                 name = f"layers.{s}.downsample"
                 pair = NormPair(f"{name}.norm", f"{name}.reduction")
                 units.append(Unit(name, "merge", module_step(name), unchanged, (name,), norms=(pair,)))
@@ -50,7 +53,7 @@ class TimmSwin(Architecture):
                 name = f"layers.{s}.blocks.{b}"
                 is_last = stage is model.layers[-1] and block is stage.blocks[-1]
                 norms = (
-                    NormPair(f"{name}.norm1", f"{name}.attn.qkv", may_shift=not _pads(block)),
+                    NormPair(f"{name}.norm1", f"{name}.attn.qkv", may_shift=not _pads(block, (height, width))),
                     NormPair(f"{name}.norm2", f"{name}.mlp.fc1"),
                 )
                 bridge = _final_norm if is_last else unchanged
@@ -79,7 +82,7 @@ class TimmSwin(Architecture):
             "window_size": [list(block.window_size) for block in blocks],
             "always_partition": blocks[0].always_partition,
             "strict_img_size": embed.strict_img_size,
-            "mlp_ratio": [block.mlp.fc1.weight.shape[0] / block.dim for block in blocks],
+            "mlp_ratio": [mlp_ratio(block.mlp.fc1.weight.shape[0], block.dim) for block in blocks],
             "qkv_bias": blocks[0].attn.qkv.bias is not None,
             "norm": describe_norm(blocks[0].norm1, "layers.0.blocks.0.norm1"),
         }
@@ -92,10 +95,10 @@ class TimmSwin(Architecture):
         return construct(SwinTransformer, arguments)
 
 
-def _pads(block: Any) -> bool:
-    """Whether zeros are added after norm1 to fill the last windows."""
-    sizes = zip(block.input_resolution, block.window_size, strict=True)
-    return bool(block.dynamic_mask) or any(size % window for size, window in sizes)
+def _pads(block: Any, size: tuple[int, int]) -> bool:
+    """Whether zeros are added after norm1 to fill the last windows of a feature map of `size`."""
+    sides = zip(size, block.window_size, strict=True)
+    return bool(block.dynamic_mask) or any(side % window for side, window in sides)
 
 
 def _final_norm(model: Any, x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from aphq.models.timm_parts import (
     construct,
     describe_activation,
     describe_norm,
+    mlp_ratio,
     norm_factory,
     require_type,
 )
@@ -84,7 +85,7 @@ class TimmVit(Architecture):
             "embed_dim": model.embed_dim,
             "depth": len(model.blocks),
             "num_heads": block.attn.num_heads,
-            "mlp_ratio": block.mlp.fc1.weight.shape[0] / model.embed_dim,
+            "mlp_ratio": mlp_ratio(block.mlp.fc1.weight.shape[0], model.embed_dim),
             "qkv_bias": block.attn.qkv.bias is not None,
             "qk_norm": not isinstance(block.attn.q_norm, nn.Identity),
             "scale_attn_norm": not isinstance(getattr(block.attn, "norm", nn.Identity()), nn.Identity),

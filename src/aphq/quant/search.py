@@ -9,6 +9,7 @@ fold outlier as for a flat one, and zero-points need no grid of their own: any n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -100,6 +101,8 @@ class Searcher:
         full = full or Range(reduce_to(x, groups, torch.amin), reduce_to(x, groups, torch.amax))
         largest = torch.maximum(full.upper, -full.lower)
         share = group_quantile(x.abs(), groups, narrowest) / largest.clamp_min(1e-12)
+        if symmetric:
+            share = share * (1 - 2 ** (1 - bits))  # one more code below zero than above: -2, -1, 0, 1 at 2 bits
         return cls(full, share.clamp(FEWEST_OF_RANGE, 0.95), bits, symmetric, candidates)
 
     def affine(self, found: Range) -> tuple[Tensor, Tensor]:
@@ -121,6 +124,8 @@ class Searcher:
         """The current range, and the full one shrunk on one side or both; per group the cheapest."""
         exponent = torch.linspace(1, 0, self.candidates, device=self.narrowest.device)
         factor = self.narrowest ** exponent.reshape(-1, *(1,) * self.narrowest.ndim)  # [candidates, *groups]
+        if side != "both":
+            factor = torch.cat([torch.zeros_like(factor[:1]), factor])  # few values may lie on this side of 0
         lower = current.lower.expand_as(factor) if side == "upper" else self.full.lower * factor
         upper = current.upper.expand_as(factor) if side == "lower" else self.full.upper * factor
         tried = Range(torch.cat([current.lower[None], lower]), torch.cat([current.upper[None], upper]))
@@ -144,6 +149,8 @@ def group_quantile(x: Tensor, groups: tuple[int, ...], share: float) -> Tensor:
     kept = [d for d in range(x.ndim) if shape[d] != 1]
     rows = x.permute(*kept, *(d for d in range(x.ndim) if d not in kept)).reshape(max(1, _product(groups)), -1)
     stride = -(-rows.shape[1] // LARGEST_QUANTILE)
+    while stride > 1 and math.gcd(stride, rows.shape[1]) > 1:
+        stride += 1  # a common factor would visit the same few channels of every token
     return torch.quantile(rows[:, ::stride], share, dim=1).reshape(groups)
 
 

@@ -1,0 +1,5 @@
+"""The command line; importing this module must stay cheap, for `aphq --help` answers at once."""
+
+from aphq.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,197 @@
+"""The commands, their options and what they print. The work itself is `aphq.api`; heavy imports wait until then."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from aphq.cli.guard import guarded
+from aphq.cli.options import model_arguments, parse_changes
+
+app = typer.Typer(
+    name="aphq",
+    help="Quantize trained Vision Transformers to 3-8 bit integers with about 1024 unlabelled images.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+recipe_app = typer.Typer(help="Show recipes and check your own.", no_args_is_help=True)
+app.add_typer(recipe_app, name="recipe")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output instead of text.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps")]
+Effort = Annotated[str, typer.Option(help="fast (search only), balanced, or paper (20 000 steps per unit).")]
+Set = Annotated[
+    Optional[list[str]],  # noqa: UP007, UP045  typer reads it
+    typer.Option("--set", metavar="FIELD=VALUE", help="Change a recipe field, e.g. steps=500 or overrides.head=null."),
+]
+Without = Annotated[
+    Optional[list[str]],  # noqa: UP007, UP045
+    typer.Option(metavar="STAGE", help="Leave a stage out, e.g. mlp_reconstruction."),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Tracebacks and debug messages.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        from aphq import __version__
+
+        typer.echo(f"aphq {__version__}")
+        raise typer.Exit()
+
+
+@app.command()
+@guarded
+def quantize(
+    model: Annotated[str, typer.Argument(help="A timm model name, e.g. deit_small_patch16_224.")],
+    data: Annotated[Path, typer.Option(help="Calibration images: a folder, a zip, or a text file with paths.")],
+    out: Annotated[Path, typer.Option(help="The run folder; start again with the same options to continue a run.")],
+    bits: Annotated[str, typer.Option(help="w8a8, w6a6, w4a8, w4a4, w3a3, any wXaY, or a recipe file.")] = "w4a4",
+    effort: Effort = "balanced",
+    val: Annotated[Optional[Path], typer.Option(help="Labelled images (a folder per class) to measure on.")] = None,  # noqa: UP007, UP045
+    weights: Annotated[Optional[Path], typer.Option(help="A local .safetensors or .pth file.")] = None,  # noqa: UP007, UP045
+    num_classes: Annotated[Optional[int], typer.Option(help="If it differs from the model's default.")] = None,  # noqa: UP007, UP045
+    model_arg: Annotated[
+        Optional[list[str]],  # noqa: UP007, UP045
+        typer.Option(metavar="NAME=VALUE", help="A further argument of timm.create_model, e.g. img_size=384."),
+    ] = None,
+    images: Annotated[Optional[int], typer.Option(help="How many calibration images (1024).")] = None,  # noqa: UP007, UP045
+    seed: Annotated[Optional[int], typer.Option(help="The seed of every random draw (3407).")] = None,  # noqa: UP007, UP045
+    set_: Set = None,
+    without: Without = None,
+    device: Device = "auto",
+    gpu_memory: Annotated[Optional[float], typer.Option(help="GiB of cached activations on the GPU.")] = None,  # noqa: UP007, UP045
+    host_memory: Annotated[Optional[float], typer.Option(help="GiB of cached activations in host memory.")] = None,  # noqa: UP007, UP045
+    val_limit: Annotated[Optional[int], typer.Option(help="Measure on this many images, spread over classes.")] = None,  # noqa: UP007, UP045
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Quantize a model and write the run folder."""
+    from aphq.cli.console import open_progress
+    from aphq.cli.options import recipe_from
+
+    recipe = recipe_from(bits, effort, seed, images, parse_changes(set_), without)
+    from aphq.api import quantize as run_quantize
+    from aphq.models.loading import load_model
+
+    loaded = load_model(model, weights, num_classes, **model_arguments(model_arg))
+    with open_progress() as progress:
+        run = run_quantize(
+            loaded,
+            recipe,
+            data,
+            out=out,
+            val=val,
+            device=device,
+            gpu_memory_gb=gpu_memory,
+            host_memory_gb=host_memory,
+            val_limit=val_limit,
+            progress=progress,
+        )
+    _say(run.to_dict() if as_json else run.summary())
+
+
+@app.command(name="eval")
+@guarded
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    val: Annotated[Path, typer.Option(help="Labelled images, a folder per class.")],
+    limit: Annotated[Optional[int], typer.Option(help="This many images, spread over the classes.")] = None,  # noqa: UP007, UP045
+    batch: Annotated[int, typer.Option(help="Images per forward pass.")] = 50,
+    device: Device = "auto",
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure the accuracy of a quantized model."""
+    from dataclasses import asdict
+
+    from aphq.api import evaluate as run_evaluate
+    from aphq.artifact import load
+    from aphq.cli.console import open_progress
+    from aphq.data import as_labelled
+
+    model = load(run)
+    labelled = as_labelled(val, int(model.num_classes))  # type: ignore[arg-type]
+    with open_progress() as progress:
+        progress.start("evaluation", min(len(labelled), limit or len(labelled)))
+        found = run_evaluate(model, labelled, device=device, batch=batch, limit=limit, progress=progress.advance)
+        progress.finish()
+    skipped = [{"name": name, "reason": reason} for name, reason in labelled.skipped]
+    text = f"top-1 {found.top1:.2f} %  top-5 {found.top5:.2f} %  ({found.images} images)"
+    _say({**asdict(found), "skipped": skipped} if as_json else text)
+
+
+@app.command()
+@guarded
+def inspect(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show what is quantized, how, in which ranges, and how large it is."""
+    from aphq.cli.inspection import inspection, inspection_text
+
+    found = inspection(run)
+    _say(found if as_json else inspection_text(found))
+
+
+@app.command()
+@guarded
+def demo(
+    out: Annotated[Optional[Path], typer.Option(help="Keep the run folder here.")] = None,  # noqa: UP007, UP045
+    bits: Annotated[str, typer.Option(help="w3a3, w4a4, ...")] = "w3a3",
+    device: Device = "auto",
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Quantize the embedded model on the embedded images: no data, no download, under three minutes on two cores."""
+    from aphq.cli.console import open_progress
+    from aphq.demo.run import demo_text, run_demo
+
+    with open_progress() as progress:
+        found = run_demo(bits, out=out, device=device, progress=progress)
+    _say(found if as_json else demo_text(found))
+
+
+@recipe_app.command("show")
+@guarded
+def recipe_show(
+    bits: Annotated[str, typer.Argument(help="w8a8, w6a6, w4a8, w4a4, w3a3, any wXaY, or a recipe file.")],
+    effort: Effort = "balanced",
+    set_: Set = None,
+    without: Without = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Print a whole recipe as YAML, ready to edit and pass to --bits."""
+    from aphq.cli.options import recipe_from
+
+    recipe = recipe_from(bits, effort, None, None, parse_changes(set_), without)
+    _say(recipe.to_dict() if as_json else recipe.to_yaml().rstrip())
+
+
+@recipe_app.command("list")
+@guarded
+def recipe_list(as_json: Json = False, verbose: Verbose = False) -> None:
+    """Name the presets and efforts."""
+    from typing import get_args
+
+    from aphq.presets import PRESETS
+    from aphq.presets import Effort as Efforts
+
+    efforts = list(get_args(Efforts))
+    text = f"presets: {', '.join(PRESETS)} (and any wXaY, X and Y from 2 to 8)\nefforts: {', '.join(efforts)}"
+    _say({"presets": list(PRESETS), "efforts": efforts} if as_json else text)
+
+
+def _say(result: Any) -> None:
+    typer.echo(result if isinstance(result, str) else json.dumps(result, indent=2))
+
+
+def main() -> None:
+    app(prog_name="aphq", args=sys.argv[1:])

@@ -1,0 +1,18 @@
+"""Progress on the terminal, or as lines where there is none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aphq.engine.progress import PlainProgress, Progress, RichProgress
+
+
+@contextmanager
+def open_progress() -> Iterator[Progress]:
+    progress: Progress = RichProgress() if sys.stderr.isatty() else PlainProgress()
+    try:
+        yield progress
+    finally:
+        progress.close()

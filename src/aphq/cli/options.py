@@ -1,0 +1,57 @@
+"""From words on the command line to values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aphq.errors import RecipeError
+
+if TYPE_CHECKING:
+    from aphq.recipe import Recipe
+
+
+def parse_changes(pairs: list[str] | None) -> dict[str, Any]:
+    """`["steps=500", "overrides.head=null"]` -> {"steps": 500, "overrides.head": None}; values are YAML."""
+    import yaml
+
+    changes = {}
+    for pair in pairs or []:
+        name, separator, value = pair.partition("=")
+        if not separator or not name:
+            raise RecipeError(f"expected NAME=VALUE, got {pair!r}")
+        try:
+            changes[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise RecipeError(f"cannot read the value in {pair!r}") from None
+    return changes
+
+
+def model_arguments(pairs: list[str] | None) -> dict[str, Any]:
+    """Arguments of timm.create_model; its tuples are written as YAML lists."""
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in parse_changes(pairs).items()}
+
+
+def recipe_from(
+    bits: str,
+    effort: str,
+    seed: int | None,
+    images: int | None,
+    changes: dict[str, Any],
+    without: list[str] | None,
+) -> Recipe:
+    """A preset or a recipe file, with the command line's changes on top."""
+    from pathlib import Path
+
+    from aphq.presets import preset
+    from aphq.recipe import Recipe
+
+    is_file = bits.endswith((".yaml", ".yml", ".json")) or Path(bits).is_file()
+    recipe = Recipe.load(bits) if is_file else preset(bits, effort)
+    recipe = recipe.without(*(without or []))
+    if seed is not None:
+        changes = {"seed": seed, **changes}
+    if images is not None:
+        changes = {"calibration.images": images, **changes}
+    for name, value in changes.items():
+        recipe = recipe.with_value(name, value)
+    return recipe

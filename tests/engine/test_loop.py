@@ -1,0 +1,159 @@
+import pytest
+import torch
+from torch import Tensor
+
+from aphq.engine.loop import Group, Loop, Now, constant, cosine, draw_samples, matmul_precision
+
+CPU = torch.device("cpu")
+STEPS, BATCH = 60, 8
+
+
+def problem() -> tuple[Tensor, Tensor]:
+    """x [40, 3] and y = x w for a hidden w."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 3, generator=generator)
+    return x, x @ torch.tensor([1.0, -2.0, 0.5])
+
+
+def samples(steps: int = STEPS) -> Tensor:
+    return draw_samples(40, BATCH, steps, torch.Generator().manual_seed(1))
+
+
+def start() -> tuple[Tensor, Tensor]:
+    return torch.zeros(3, requires_grad=True), torch.zeros(1, requires_grad=True)
+
+
+def run(steps: int = STEPS, rate: float = 0.1) -> tuple[Tensor, Tensor, Tensor]:
+    """Two groups with different schedules, a penalty whose weight is scheduled; returns parameters and losses."""
+    x, y = problem()
+    weight, bias = start()
+
+    def loss_of(index: Tensor, now: Now) -> Tensor:
+        return (x[index] @ weight + bias - y[index]).square().mean() + now["penalty"] * bias.square().sum()
+
+    groups = [Group([weight], cosine(rate, steps)), Group([bias], constant(rate / 2, steps))]
+    schedules = {"penalty": torch.linspace(0, 1, steps)}
+    losses = Loop(loss_of, groups, samples(steps), CPU, schedules).run()
+    return weight.detach(), bias.detach(), losses
+
+
+def test_a_least_squares_problem_is_solved() -> None:
+    weight, bias, losses = run(steps=400)
+    torch.testing.assert_close(weight, torch.tensor([1.0, -2.0, 0.5]), rtol=0, atol=1e-2)
+    assert losses[-20:].mean() < 1e-3 * losses[0]
+    assert bias.abs() < 1e-2
+
+
+def test_each_step_is_one_of_plain_adam_with_that_steps_rates_and_schedules() -> None:
+    x, y = problem()
+    weight, bias = start()
+    optimiser = torch.optim.Adam([{"params": [weight]}, {"params": [bias]}], lr=0.1, foreach=False)
+    rates, penalty = cosine(0.1, STEPS), torch.linspace(0, 1, STEPS)
+    wanted = []
+    for step, index in enumerate(samples()):
+        optimiser.param_groups[0]["lr"], optimiser.param_groups[1]["lr"] = rates[step].item(), 0.05
+        loss = (x[index] @ weight + bias - y[index]).square().mean() + penalty[step] * bias.square().sum()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        wanted.append(loss.item())
+    mine_weight, mine_bias, losses = run()
+    torch.testing.assert_close(mine_weight, weight.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(mine_bias, bias.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(losses, torch.tensor(wanted), rtol=1e-4, atol=1e-6)
+
+
+def test_the_same_loop_gives_the_same_bits() -> None:
+    for a, b in zip(run(), run(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_work_after_each_step_sees_the_new_parameters() -> None:
+    parameter = torch.ones(1, requires_grad=True)
+
+    def keep_positive() -> None:
+        parameter.clamp_(min=0.5)
+
+    loop = Loop(
+        lambda *_: parameter.sum(), [Group([parameter], constant(1.0, 5))], samples(5), CPU, after_step=keep_positive
+    )
+    losses = loop.run()
+    assert parameter.item() == 0.5
+    assert losses.tolist() == [1.0, 0.5, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("steps", [1, 49, 50, 120])
+def test_reports_add_up_to_the_steps(steps: int) -> None:
+    parameter = torch.ones(1, requires_grad=True)
+    reports: list[int] = []
+    loop = Loop(lambda *_: parameter.sum(), [Group([parameter], constant(0.1, steps))], samples(steps), CPU)
+    assert len(loop.run(reports.append)) == steps
+    assert sum(reports) == steps
+    assert all(n > 0 for n in reports)
+
+
+def test_no_steps_change_nothing() -> None:
+    parameter = torch.ones(1, requires_grad=True)
+    loop = Loop(lambda *_: parameter.sum(), [Group([parameter], constant(0.1, 0))], samples(0), CPU)
+    assert loop.run().numel() == 0
+    assert parameter.item() == 1
+
+
+def test_a_group_without_parameters_is_left_out() -> None:
+    parameter = torch.ones(1, requires_grad=True)
+    groups = [Group([], constant(0.1, 5)), Group([parameter], constant(0.1, 5))]
+    Loop(lambda *_: parameter.sum(), groups, samples(5), CPU).run()
+    assert parameter.item() < 1
+
+
+def test_parameters_elsewhere_get_no_gradient() -> None:
+    learned, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    Loop(lambda *_: (learned * other).sum(), [Group([learned], constant(0.1, 3))], samples(3), CPU).run()
+    assert other.grad is None
+    assert other.item() == 1
+
+
+def test_samples_are_drawn_without_replacement_within_a_step() -> None:
+    drawn = draw_samples(10, 4, 200, torch.Generator().manual_seed(0))
+    assert drawn.shape == (200, 4)
+    assert all(row.unique().numel() == 4 for row in drawn)
+    assert drawn.unique().tolist() == list(range(10))
+    assert torch.equal(drawn, draw_samples(10, 4, 200, torch.Generator().manual_seed(0)))
+    assert draw_samples(3, 8, 2, torch.Generator()).shape == (2, 3), "never more than there are"
+
+
+def test_schedules_start_where_asked() -> None:
+    rate = cosine(0.4, 100)
+    assert rate[0] == pytest.approx(0.4)
+    assert rate[50].item() == pytest.approx(0.2)
+    assert (rate.diff() < 0).all()
+    assert 0 < rate[-1] < 1e-3
+    assert constant(0.3, 4).tolist() == pytest.approx([0.3] * 4)
+
+
+def test_precision_is_as_before_after_the_block_even_after_an_error() -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    found = []
+    with pytest.raises(ZeroDivisionError), matmul_precision("high"):
+        found.append((torch.get_float32_matmul_precision(), 1 / len(found)))
+    with matmul_precision("high"):
+        assert torch.get_float32_matmul_precision() == "high"
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
+
+
+@pytest.mark.gpu
+def test_a_recorded_step_does_what_an_eager_one_does() -> None:
+    device = torch.device("cuda")
+    x, y = (t.to(device) for t in problem())
+    results = []
+    for capture in (True, False):
+        weight = torch.zeros(3, device=device, requires_grad=True)
+
+        def loss_of(index: Tensor, now: Now, weight: Tensor = weight) -> Tensor:
+            return now["factor"] * (x[index] @ weight - y[index]).square().mean()
+
+        schedules = {"factor": torch.linspace(1, 2, STEPS)}
+        loop = Loop(loss_of, [Group([weight], cosine(0.1, STEPS))], samples(), device, schedules, capture=capture)
+        results.append((loop.run(), weight.detach().cpu()))
+    for recorded, eager in zip(*results, strict=True):
+        torch.testing.assert_close(recorded, eager, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,180 @@
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from aphq.errors import ModelError
+from aphq.models import architecture_of
+from aphq.models.loading import load_model, model_fingerprint, read_checkpoint
+
+NAME = "vit_tiny_patch16_224"
+SMALL: dict[str, Any] = {"img_size": 32, "depth": 1}
+Save = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def source() -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model(NAME, num_classes=7, **SMALL).eval()
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    x = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        return torch.equal(a(x), b(x))
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".bin"])
+def test_local_weights_with_their_own_number_of_classes(source: nn.Module, tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"weights{suffix}"
+    save_file(source.state_dict(), file) if suffix == ".safetensors" else torch.save(source.state_dict(), file)
+    model = load_model(NAME, file, **SMALL)
+    assert model.num_classes == 7
+    assert not model.training
+    assert same(model, source)
+
+
+def prefixed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"module.{name}": tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda s: {"model": s, "epoch": 3},
+        lambda s: {"state_dict": s, "optimizer": {"state": {}, "lr": 0.1}},
+        lambda s: {"state_dict": {k: torch.zeros_like(t) for k, t in s.items()}, "state_dict_ema": s},
+        lambda s: {"model": prefixed(s), "model_ema": None},
+        prefixed,
+    ],
+)
+def test_checkpoints_as_trainers_leave_them(source: nn.Module, tmp_path: Path, wrap: Callable[..., Any]) -> None:
+    file = tmp_path / "checkpoint.pth"
+    torch.save(wrap(source.state_dict()), file)
+    assert same(load_model(NAME, file, **SMALL), source)
+
+
+def test_half_precision_becomes_float32(source: nn.Module, tmp_path: Path) -> None:
+    file = tmp_path / "half.safetensors"
+    save_file({k: t.half() for k, t in source.state_dict().items()}, file)
+    model = load_model(NAME, file, **SMALL)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    for mine, original in zip(model.parameters(), source.parameters(), strict=True):
+        torch.testing.assert_close(mine, original, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda s: s | {"blocks.0.attn.qkv.weight": torch.zeros(5, 5)},
+            r"blocks.0.attn.qkv.weight \(5, 5\) instead of \(576, 192\)",
+        ),
+        (lambda s: {k: t for k, t in s.items() if k != "norm.bias"}, "missing: norm.bias"),
+        (lambda s: s | {"extra.bias": torch.zeros(1)}, "unexpected: extra.bias"),
+    ],
+)
+def test_weights_that_do_not_fit_name_the_tensor(
+    source: nn.Module, tmp_path: Path, change: Callable[..., Any], message: str
+) -> None:
+    file = tmp_path / "weights.safetensors"
+    save_file(change(source.state_dict()), file)
+    with pytest.raises(ModelError, match=f"weights.safetensors does not fit this model.*{message}"):
+        load_model(NAME, file, **SMALL)
+
+
+def test_another_number_of_classes_than_asked_for_names_the_head(source: nn.Module, tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    save_file(source.state_dict(), file)
+    with pytest.raises(ModelError, match=r"head.weight \(7, 192\) instead of \(1000, 192\)"):
+        load_model(NAME, file, num_classes=1000, **SMALL)
+
+
+class Bomb:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.target,)
+
+
+@pytest.mark.parametrize("save", [torch.save, lambda value, file: file.write_bytes(pickle.dumps(value, protocol=2))])
+def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path: Path, save: Callable[..., Any]) -> None:
+    file, target = tmp_path / "bomb.pth", tmp_path / "executed"
+    save({"model": Bomb(target)}, file)
+    with pytest.raises(ModelError, match=r"bomb.pth holds more than tensors.*safetensors"):
+        load_model(NAME, file, **SMALL)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("empty.pth", b""),
+        ("empty.safetensors", b""),
+        ("garbage.pth", b"garbage"),
+        ("garbage.safetensors", b"garbage" * 10),
+        ("truncated.pth", None),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes | None) -> None:
+    file = tmp_path / name
+    if content is None:
+        torch.save({"a": torch.zeros(1000)}, file)
+        content = file.read_bytes()[:1000]
+    file.write_bytes(content)
+    with pytest.raises(ModelError, match=name):
+        read_checkpoint(file)
+
+
+@pytest.mark.parametrize("value", [{}, [1, 2], {"model": {"epoch": 1}}, torch.zeros(3)])
+def test_files_without_a_state_dict_are_refused(tmp_path: Path, value: Any) -> None:
+    torch.save(value, tmp_path / "other.pth")
+    with pytest.raises(ModelError, match=r"other.pth does not hold a state_dict"):
+        read_checkpoint(tmp_path / "other.pth")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"there is no weights file .*nowhere.pth"):
+        load_model(NAME, tmp_path / "nowhere.pth")
+
+
+def test_an_unknown_name_proposes_the_nearest() -> None:
+    with pytest.raises(ModelError, match="no model 'deit_smal_patch16_224': did you mean 'deit_small_patch16_224'"):
+        load_model("deit_smal_patch16_224")
+
+
+def test_an_unknown_tag_and_bad_arguments_are_model_errors(source: nn.Module, tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    save_file(source.state_dict(), file)
+    with pytest.raises(ModelError, match=r"cannot create 'vit_tiny_patch16_224.nope': Invalid pretrained tag"):
+        load_model(f"{NAME}.nope", file, **SMALL)
+    with pytest.raises(ModelError, match=r"cannot create 'vit_tiny_patch16_224' with .*'colour'"):
+        load_model(NAME, file, colour="red")
+
+
+def test_without_network_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(timm, "create_model", unreachable)
+    with pytest.raises(ModelError, match=r"cannot get pretrained weights for 'vit_tiny.*network.*--weights"):
+        load_model(NAME)
+
+
+def test_the_fingerprint_tells_models_apart(vit: Callable[..., Any]) -> None:
+    def fingerprint(model: nn.Module) -> str:
+        return model_fingerprint(model, architecture_of(model))
+
+    model = vit()
+    first = fingerprint(model)
+    assert fingerprint(vit()) == first
+    model.blocks[1].mlp.fc2.weight[3, 4] += 1e-6
+    assert fingerprint(model) != first
+    assert fingerprint(vit(act_layer=nn.ReLU)) != first, "the same tensors, another forward"

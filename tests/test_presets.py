@@ -1,0 +1,55 @@
+from typing import get_args
+
+import pytest
+
+from aphq.errors import RecipeError
+from aphq.presets import PRESETS, Effort, preset, round_to_nearest
+from aphq.recipe import Recipe, ScaleSearch
+
+
+@pytest.mark.parametrize("effort", get_args(Effort))
+@pytest.mark.parametrize("bits", [*PRESETS, *(f"w{w}a{a}" for w in range(2, 9) for a in range(2, 9))])
+def test_every_preset_is_a_recipe_of_those_bits_that_survives_a_file(bits: str, effort: str) -> None:
+    recipe = preset(bits, effort)
+    assert (recipe.weights.bits, recipe.activations.bits) == (int(bits[1]), int(bits[3]))
+    assert recipe.stage("scale_search") is not None
+    assert Recipe.from_text(recipe.to_yaml()) == recipe
+
+
+def test_efforts_differ_in_work() -> None:
+    stages = {effort: {s.NAME: s for s in preset("w4a4", effort).stages} for effort in get_args(Effort)}
+    assert "block_reconstruction" not in stages["fast"]
+    assert 0 < stages["balanced"]["block_reconstruction"].steps < stages["paper"]["block_reconstruction"].steps
+    assert preset("w4a4", "paper").calibration.augment
+
+
+def test_gelu_stays_where_activations_have_levels_enough() -> None:
+    assert preset("w4a4").stage("mlp_reconstruction") is not None
+    assert preset("w3a8").stage("mlp_reconstruction") is None
+
+
+def test_names_in_capitals_and_seeds_are_taken() -> None:
+    assert preset("W4A8", seed=7) == preset("w4a8", seed=7)
+    assert preset("w4a8", seed=7).seed == 7
+
+
+@pytest.mark.parametrize(
+    ("bits", "effort", "message"),
+    [
+        ("w4a", "fast", "no preset 'w4a': did you mean 'w4a[48]'"),
+        ("int8", "fast", "any wXaY with X and Y from 2 to 8"),
+        ("w1a4", "fast", "no preset 'w1a4'"),
+        ("w4a16", "fast", "no preset 'w4a16'"),
+        ("w4a4", "papper", "no effort 'papper': did you mean 'paper'"),
+        ("w4a4", "zzz", "valid names: balanced, fast, paper"),
+    ],
+)
+def test_unknown_names_get_a_helpful_error(bits: str, effort: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        preset(bits, effort)
+
+
+def test_round_to_nearest_only_reads_ranges() -> None:
+    recipe = round_to_nearest("w4a4")
+    assert recipe.stages == (ScaleSearch(method="minmax"),)
+    assert recipe.name == "w4a4-rtn"
