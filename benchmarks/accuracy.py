@@ -10,6 +10,7 @@ A run is BITS:EFFORT followed by recipe fields to set (`steps=2000`) and stages 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import pathlib
@@ -42,7 +43,11 @@ def main() -> None:
 
 def spread(args: argparse.Namespace) -> None:
     """One process per run, at most `jobs` at a time."""
-    shared = [a for name in ("model", "model_args", "weights", "calib", "val") for a in (f"--{name.replace('_', '-')}", getattr(args, name))]
+    shared = [
+        a
+        for name in ("model", "model_args", "weights", "calib", "val")
+        for a in (f"--{name.replace('_', '-')}", getattr(args, name))
+    ]
     shared += ["--out", str(args.out)] + (["--limit", str(args.limit)] if args.limit else [])
     shared += ["--save", str(args.save)] if args.save else []
     waiting = [["--run", run, "--seed", str(seed)] for seed in args.seed for run in args.run]
@@ -72,10 +77,8 @@ def recipe_of(text: str, seed: int):
             recipe = recipe.without(change[1:])
             continue
         path, value = change.split("=", 1)
-        try:
+        with contextlib.suppress(ValueError):
             value = json.loads(value)
-        except ValueError:
-            pass
         recipe = recipe.with_value(path, value)
     return replace(recipe, name=text)
 

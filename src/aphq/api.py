@@ -75,7 +75,8 @@ class Run:
         if stayed:
             lines.append(f"  in float or partly: {', '.join(stayed[:6])}{' ...' if len(stayed) > 6 else ''}")
         for name, accuracy in self.accuracy.items():
-            lines.append(f"  {name:<10} top-1 {accuracy.top1:.2f} %  top-5 {accuracy.top5:.2f} %  ({accuracy.images} images)")
+            shares = f"top-1 {accuracy.top1:.2f} %  top-5 {accuracy.top5:.2f} %"
+            lines.append(f"  {name:<10} {shares}  ({accuracy.images} images)")
         if self.agreement is not None:
             lines.append(f"  agreement with float {self.agreement:.2f} %")
         if self.sizes is not None:
@@ -183,16 +184,12 @@ def resolve_recipe(recipe: Recipe | str, effort: str) -> Recipe:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """A device that works, with its index; "auto" is the first GPU, or the CPU."""
+    wanted = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
+        return torch.empty(0, device=wanted).device
     except (RuntimeError, AssertionError) as problem:
-        raise RecipeError(f"cannot use the device {device!r}: {str(problem).splitlines()[0]}") from None
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
+        raise RecipeError(f"cannot use the device {str(wanted)!r}: {str(problem).splitlines()[0]}") from None
 
 
 def _prepare_model(

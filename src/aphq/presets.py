@@ -61,12 +61,13 @@ def _stages(weight_bits: int, activation_bits: int, effort: str) -> tuple[Stage,
     mlp = MlpReconstruction(percentile=0.99 if activation_bits == 3 else 0.98)
     search, blocks = ScaleSearch(), BlockReconstruction()
     if effort == "fast":
-        search = replace(search, candidates=48, rounds=1, tokens=1024)
+        search = replace(search, candidates=48, rounds=1, tokens=1024, outlier_candidates=16)
         return LayerNormReparameterisation(images=64, candidates=48), replace(search, images=64)
     if effort == "balanced":
         importance = Importance(kind="fisher")
         steps = 1000 if min(weight_bits, activation_bits) <= LOW_BITS else 300
         mlp = replace(mlp, steps=steps, importance=importance)
+        search = replace(search, outlier_candidates=16)
         blocks = replace(blocks, steps=steps, importance=importance)
     stages = (mlp, LayerNormReparameterisation(), search, blocks)
     return stages if activation_bits <= LOW_BITS else stages[1:]

@@ -47,8 +47,8 @@ class Activations:
 class Override:
     """Other bits for the layers whose name matches a pattern; a field left out keeps the recipe's value."""
 
-    weights: int | None | Literal["recipe"] = "recipe"
-    activations: int | None | Literal["recipe"] = "recipe"
+    weights: int | Literal["recipe"] | None = "recipe"
+    activations: int | Literal["recipe"] | None = "recipe"
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,9 @@ class ScaleSearch:
     percentile: float = 0.9999  # for method "percentile"
     narrowest: float = 0.9  # the quantile of |x| that the smallest candidate range still covers
     tokens: int = 4096  # rows drawn from the images to compare candidate activation scales on
+    outlier_ratio: float = 20.0  # a layer input this much wider than its 99.9 % quantile is an outlier ...
+    outlier_candidates: int = 0  # ... whose range is chosen among so many by the KL at the logits; 0 = never
+    outlier_images: int = 32
     NAME: ClassVar[str] = "scale_search"
 
 
@@ -282,7 +285,7 @@ def differences(old: Any, new: Any, where: str = "") -> list[str]:
 
 
 def _stage_from_dict(data: Any, index: int) -> Stage:
-    if isinstance(data, tuple(STAGES.values())):
+    if isinstance(data, (MlpReconstruction, LayerNormReparameterisation, ScaleSearch, BlockReconstruction)):
         return data
     where = f"stages[{index}]"
     if not isinstance(data, Mapping) or "kind" not in data:
@@ -306,7 +309,9 @@ def _replace(owner: R | Stage | Any, path: str, value: Any, whole: str) -> Any:
     if rest and not dataclasses.is_dataclass(current):
         raise RecipeError(f"recipe field {whole!r}: {head!r} has no parts")
     try:
-        new = _replace(current, rest, value, whole) if rest else convert(value, get_type_hints(type(owner))[head], whole)
+        new = (
+            _replace(current, rest, value, whole) if rest else convert(value, get_type_hints(type(owner))[head], whole)
+        )
     except TypedError as problem:
         raise RecipeError(f"recipe: {problem}") from None
     return dataclasses.replace(owner, **{head: new})
@@ -355,7 +360,7 @@ def _check(recipe: Recipe) -> None:
 
 
 SHARES = {"percentile", "quantized_share", "input_quantized_share", "warmup", "narrowest"}
-MAY_BE_ZERO = {"steps", "rounds", "alpha", "regulariser", "warmup", "gamma", "power"}
+MAY_BE_ZERO = {"steps", "rounds", "outlier_candidates", "alpha", "regulariser", "warmup", "gamma", "power"}
 
 
 def _check_number(owner: Any, name: str, require: Any) -> None:

@@ -49,9 +49,7 @@ def from_plain(cls: type[T], data: Any, where: str = "") -> T:
         if key not in fields:
             raise TypedError(f"unknown key {_join(where, key)!r}: {nearest(str(key), fields)}")
     required = (
-        f.name
-        for f in fields.values()
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        f.name for f in fields.values() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     )
     for name in required:
         if name not in data:
@@ -73,7 +71,7 @@ def convert(value: Any, hint: Any, where: str) -> Any:
         return _convert_union(value, get_args(hint), where)
     if origin is tuple:
         return _convert_tuple(value, get_args(hint), where)
-    if origin in (dict, Mapping) or origin is not None and issubclass(origin, Mapping):
+    if origin in (dict, Mapping) or (origin is not None and issubclass(origin, Mapping)):
         if not isinstance(value, Mapping):
             raise TypedError(f"{where} must be a mapping, got {value!r}")
         key_hint, item_hint = get_args(hint)

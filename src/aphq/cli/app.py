@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -26,11 +26,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on sta
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps")]
 Effort = Annotated[str, typer.Option(help="fast (search only), balanced, or paper (20 000 steps per unit).")]
 Set = Annotated[
-    Optional[list[str]],  # noqa: UP007, UP045  typer reads it
+    list[str] | None,
     typer.Option("--set", metavar="FIELD=VALUE", help="Change a recipe field, e.g. steps=500 or overrides.head=null."),
 ]
 Without = Annotated[
-    Optional[list[str]],  # noqa: UP007, UP045
+    list[str] | None,
     typer.Option(metavar="STAGE", help="Leave a stage out, e.g. mlp_reconstruction."),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Tracebacks and debug messages.")]
@@ -53,21 +53,21 @@ def quantize(
     out: Annotated[Path, typer.Option(help="The run folder; start again with the same options to continue a run.")],
     bits: Annotated[str, typer.Option(help="w8a8, w6a6, w4a8, w4a4, w3a3, any wXaY, or a recipe file.")] = "w4a4",
     effort: Effort = "balanced",
-    val: Annotated[Optional[Path], typer.Option(help="Labelled images (a folder per class) to measure on.")] = None,  # noqa: UP007, UP045
-    weights: Annotated[Optional[Path], typer.Option(help="A local .safetensors or .pth file.")] = None,  # noqa: UP007, UP045
-    num_classes: Annotated[Optional[int], typer.Option(help="If it differs from the model's default.")] = None,  # noqa: UP007, UP045
+    val: Annotated[Path | None, typer.Option(help="Labelled images (a folder per class) to measure on.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="A local .safetensors or .pth file.")] = None,
+    num_classes: Annotated[int | None, typer.Option(help="If it differs from the model's default.")] = None,
     model_arg: Annotated[
-        Optional[list[str]],  # noqa: UP007, UP045
+        list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="A further argument of timm.create_model, e.g. img_size=384."),
     ] = None,
-    images: Annotated[Optional[int], typer.Option(help="How many calibration images (1024).")] = None,  # noqa: UP007, UP045
-    seed: Annotated[Optional[int], typer.Option(help="The seed of every random draw (3407).")] = None,  # noqa: UP007, UP045
+    images: Annotated[int | None, typer.Option(help="How many calibration images (1024).")] = None,
+    seed: Annotated[int | None, typer.Option(help="The seed of every random draw (3407).")] = None,
     set_: Set = None,
     without: Without = None,
     device: Device = "auto",
-    gpu_memory: Annotated[Optional[float], typer.Option(help="GiB of cached activations on the GPU.")] = None,  # noqa: UP007, UP045
-    host_memory: Annotated[Optional[float], typer.Option(help="GiB of cached activations in host memory.")] = None,  # noqa: UP007, UP045
-    val_limit: Annotated[Optional[int], typer.Option(help="Measure on this many images, spread over classes.")] = None,  # noqa: UP007, UP045
+    gpu_memory: Annotated[float | None, typer.Option(help="GiB of cached activations on the GPU.")] = None,
+    host_memory: Annotated[float | None, typer.Option(help="GiB of cached activations in host memory.")] = None,
+    val_limit: Annotated[int | None, typer.Option(help="Measure on this many images, spread over classes.")] = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -101,7 +101,7 @@ def quantize(
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     val: Annotated[Path, typer.Option(help="Labelled images, a folder per class.")],
-    limit: Annotated[Optional[int], typer.Option(help="This many images, spread over the classes.")] = None,  # noqa: UP007, UP045
+    limit: Annotated[int | None, typer.Option(help="This many images, spread over the classes.")] = None,
     batch: Annotated[int, typer.Option(help="Images per forward pass.")] = 50,
     device: Device = "auto",
     as_json: Json = False,
@@ -143,7 +143,7 @@ def inspect(
 @app.command()
 @guarded
 def demo(
-    out: Annotated[Optional[Path], typer.Option(help="Keep the run folder here.")] = None,  # noqa: UP007, UP045
+    out: Annotated[Path | None, typer.Option(help="Keep the run folder here.")] = None,
     bits: Annotated[str, typer.Option(help="w3a3, w4a4, ...")] = "w3a3",
     device: Device = "auto",
     as_json: Json = False,

@@ -65,7 +65,7 @@ def inspection_text(found: dict[str, Any]) -> str:
     lines += [
         "",
         f"recipe {found['recipe']}; {quantized} of {len(found['layers'])} layers and products fully quantized",
-        f"{sizes['artifact']:,} bytes, of which packed weights {sizes['packed_weights']:,}; float32 {sizes['float32']:,}",
+        f"{sizes['artifact']:,} bytes, {sizes['packed_weights']:,} of packed weights; float32 {sizes['float32']:,}",
     ]
     return "\n".join(lines)
 

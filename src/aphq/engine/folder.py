@@ -1,9 +1,9 @@
 """The run folder: what was asked, what happened, and every finished unit, so that a stopped run goes on.
 
-    run.json                        identity: recipe, model, images; a run only continues under the same identity
-    events.jsonl                    one JSON object per line, with a time
-    checkpoints/STAGE/UNIT.safetensors
-    recipe.yaml, config.json, model.safetensors, result.json     written at the end
+run.json                        identity: recipe, model, images; a run only continues under the same identity
+events.jsonl                    one JSON object per line, with a time
+checkpoints/STAGE/UNIT.safetensors
+recipe.yaml, config.json, model.safetensors, result.json     written at the end
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class RunFolder:
                 raise ValueError("not a JSON object")
         except (OSError, ValueError) as problem:
             raise RunError(f"{record} is damaged ({problem}); remove the folder or choose another") from None
-        changed = differences(*({k: v for k, v in i.items() if k not in NOT_IDENTITY} for i in (earlier, identity)))
+        before, now = ({k: v for k, v in i.items() if k not in NOT_IDENTITY} for i in (earlier, identity))
+        changed = differences(before, now)
         if changed:
             raise RunError(
                 f"{self.path} holds a run with other settings; changed: {'; '.join(changed)}. "

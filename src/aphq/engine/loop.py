@@ -109,7 +109,8 @@ class Loop:
             with torch.cuda.graph(graph):
                 step()
         except RuntimeError as problem:
-            log.info("this step cannot be recorded as a CUDA graph (%s); running it as it is", str(problem).split("\n")[0])
+            reason = str(problem).split("\n")[0]
+            log.info("this step cannot be recorded as a CUDA graph (%s); running it as it is", reason)
             torch.cuda.synchronize(self.device)
             return WARMUP_STEPS, step
         return WARMUP_STEPS, graph.replay

@@ -106,7 +106,8 @@ class Workspace:
             return False
         for name in unit.modules:
             module = self.student.get_submodule(name)
-            own = {k.removeprefix(f"{name}."): t.to(self.device) for k, t in tensors.items() if k.startswith(f"{name}.")}
+            prefix = f"{name}."
+            own = {k.removeprefix(prefix): t.to(self.device) for k, t in tensors.items() if k.startswith(prefix)}
             add_missing_biases(module, own)
             try:
                 module.load_state_dict(own)

@@ -76,7 +76,5 @@ def evaluate(
     progress: Callable[[int], None] | None = None,
 ) -> Accuracy:
     """One model's accuracy."""
-    found = compare(
-        {"model": model}, data, preprocessing, batch=batch, device=device, limit=limit, progress=progress
-    )
+    found = compare({"model": model}, data, preprocessing, batch=batch, device=device, limit=limit, progress=progress)
     return found.accuracy["model"]

@@ -6,7 +6,9 @@ product is active it calls the same fused kernel as timm, so an unquantized mode
 
 from __future__ import annotations
 
-import torch.nn.functional as F  # noqa: N812
+from typing import Any
+
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aphq.quant.layers import QuantizedProduct
@@ -39,8 +41,8 @@ class OpenAttention(nn.Module):
 class VitAttention(OpenAttention):
     """timm's `Attention`."""
 
-    def __init__(self, source: nn.Module) -> None:
-        super().__init__(source.num_heads, source.scale, source.fused_attn)  # type: ignore[arg-type]
+    def __init__(self, source: Any) -> None:
+        super().__init__(source.num_heads, source.scale, source.fused_attn)
         self.head_dim = source.head_dim
         self.qkv, self.proj = source.qkv, source.proj
         self.q_norm, self.k_norm, self.norm = source.q_norm, source.k_norm, getattr(source, "norm", nn.Identity())
@@ -57,8 +59,10 @@ class VitAttention(OpenAttention):
 class SwinAttention(OpenAttention):
     """timm's `WindowAttention`; the batch is images times windows."""
 
-    def __init__(self, source: nn.Module) -> None:
-        super().__init__(source.num_heads, source.scale, source.fused_attn)  # type: ignore[arg-type]
+    relative_position_index: Tensor
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(source.num_heads, source.scale, source.fused_attn)
         self.window_area = source.window_area
         self.qkv, self.proj = source.qkv, source.proj
         self.relative_position_bias_table = source.relative_position_bias_table
@@ -66,8 +70,9 @@ class SwinAttention(OpenAttention):
 
     def position_bias(self) -> Tensor:
         """[1, heads, tokens, tokens]"""
-        table: Tensor = self.relative_position_bias_table[self.relative_position_index.view(-1)]  # type: ignore
-        return table.view(self.window_area, self.window_area, -1).permute(2, 0, 1).contiguous().unsqueeze(0)  # type: ignore
+        table = self.relative_position_bias_table[self.relative_position_index.view(-1)]
+        bias: Tensor = table.view(self.window_area, self.window_area, -1).permute(2, 0, 1).contiguous()
+        return bias.unsqueeze(0)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, tokens, _ = x.shape
@@ -86,8 +91,8 @@ class SwinAttention(OpenAttention):
 class LatentPool(OpenAttention):
     """timm's `AttentionPoolLatent`: learned queries gather the tokens into one vector."""
 
-    def __init__(self, source: nn.Module) -> None:
-        super().__init__(source.num_heads, source.scale, source.fused_attn)  # type: ignore[arg-type]
+    def __init__(self, source: Any) -> None:
+        super().__init__(source.num_heads, source.scale, source.fused_attn)
         self.head_dim, self.latent_len, self.pool = source.head_dim, source.latent_len, source.pool
         self.latent, self.pos_embed = source.latent, source.pos_embed
         self.q, self.kv, self.proj = source.q, source.kv, source.proj

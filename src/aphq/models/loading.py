@@ -54,7 +54,8 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
         raise ModelError(f"cannot read the weights in {path}: {_first_line(problem)}") from None
     except Exception as problem:  # the unpickler's own errors have no common base
         raise ModelError(
-            f"{path} holds more than tensors or is damaged ({type(problem).__name__}); save its state_dict as .safetensors"
+            f"{path} holds more than tensors or is damaged ({type(problem).__name__}); "
+            "save its state_dict as .safetensors"
         ) from None
     for key in WRAPPERS:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
@@ -88,7 +89,7 @@ def _from_hub(name: str, num_classes: int | None, arguments: dict[str, Any]) -> 
 def _create(name: str, num_classes: int | None, arguments: dict[str, Any], pretrained: bool) -> nn.Module:
     import timm
 
-    extra = {} if num_classes is None else {"num_classes": num_classes}
+    extra: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
     try:
         model: nn.Module = timm.create_model(name, pretrained=pretrained, **extra, **arguments)
     except (TypeError, AssertionError) as problem:
@@ -108,10 +109,15 @@ def _load_strictly(model: nn.Module, state: dict[str, Tensor], path: str | Path)
     own = model.state_dict()
     missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     shapes = [f"{k} {tuple(state[k].shape)} instead of {tuple(own[k].shape)}" for k in own if k in state]
-    wrong = [text for text, k in zip(shapes, [k for k in own if k in state], strict=True) if state[k].shape != own[k].shape]
+    wrong = [
+        text for text, k in zip(shapes, [k for k in own if k in state], strict=True) if state[k].shape != own[k].shape
+    ]
     if missing or extra or wrong:
-        parts = [f"{label} {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}" for label, names in
-                 (("missing:", missing), ("unexpected:", extra), ("other shape:", wrong)) if names]
+        parts = [
+            f"{label} {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+            for label, names in (("missing:", missing), ("unexpected:", extra), ("other shape:", wrong))
+            if names
+        ]
         raise ModelError(
             f"{path} does not fit this model ({'; '.join(parts)}); check the model name, its arguments and num_classes"
         )

@@ -27,7 +27,7 @@ def make_student(model: nn.Module, architecture: Architecture, units: Sequence[U
     for name, module in list(student.named_modules()):
         sees_image = any(name.startswith(f"{prefix}.") for prefix in image_modules)
         if type(module) in (nn.Linear, nn.Conv2d):
-            replace_module(student, name, _quantized_layer(module, name, recipe, sees_image))  # type: ignore[arg-type]
+            replace_module(student, name, _quantized_layer(module, name, recipe, sees_image))
         elif isinstance(module, QuantizedProduct):
             _, bits = recipe.bits_for(name)
             shape = (module.heads, 1, 1) if recipe.activations.attention == "head" else (1,)
@@ -53,7 +53,9 @@ def _check_patterns(student: nn.Module, recipe: Recipe) -> None:
     names = [name for name, _ in quantized_sites(student)]
     for pattern in recipe.overrides:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise RecipeError(f"recipe: the pattern {pattern!r} in overrides matches no layer: {nearest(pattern, names)}")
+            raise RecipeError(
+                f"recipe: the pattern {pattern!r} in overrides matches no layer: {nearest(pattern, names)}"
+            )
 
 
 def swap_activation(model: nn.Module, mlp: str) -> None:

@@ -29,7 +29,9 @@ class TimmSwin(Architecture):
         require_type(model.patch_embed, "patch_embed", PatchEmbed)
         require_type(model.head, "head", ClassifierHead)
         if isinstance(model.head.fc, nn.Identity):
-            raise ModelError("the model has no classifier (module 'head.fc' is an Identity); create it with num_classes > 0")
+            raise ModelError(
+                "the model has no classifier (module 'head.fc' is an Identity); create it with num_classes > 0"
+            )
         for s, stage in enumerate(model.layers):
             require_type(stage, f"layers.{s}", SwinTransformerStage)
             require_type(stage.downsample, f"layers.{s}.downsample", PatchMerging, nn.Identity)
@@ -88,7 +90,7 @@ class TimmSwin(Architecture):
         }
 
     def build(self, description: dict[str, Any]) -> nn.Module:
-        arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
+        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
         windows = tuple(tuple(window) for window in arguments["window_size"])
         arguments["window_size"] = max(windows) if len(windows) == 2 else windows  # timm reads a pair as one window
         arguments["norm_layer"] = norm_factory(arguments.pop("norm"))

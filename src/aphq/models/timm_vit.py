@@ -39,7 +39,9 @@ class TimmVit(Architecture):
         if model.attn_pool is not None:
             require_type(model.attn_pool, "attn_pool", AttentionPoolLatent, LatentPool)
         if isinstance(model.head, nn.Identity):
-            raise ModelError("the model has no classifier (module 'head' is an Identity); create it with num_classes > 0")
+            raise ModelError(
+                "the model has no classifier (module 'head' is an Identity); create it with num_classes > 0"
+            )
 
     def units(self, model: Any) -> tuple[Unit, ...]:
         last = f"blocks.{len(model.blocks) - 1}"
@@ -102,13 +104,15 @@ class TimmVit(Architecture):
             "pool_include_prefix": getattr(model, "pool_include_prefix", False),
             "dynamic_img_size": model.dynamic_img_size,
             "dynamic_img_pad": embed.dynamic_img_pad,
-            "embed_norm": None if isinstance(embed.norm, nn.Identity) else describe_norm(embed.norm, "patch_embed.norm"),
+            "embed_norm": None
+            if isinstance(embed.norm, nn.Identity)
+            else describe_norm(embed.norm, "patch_embed.norm"),
             "norm": describe_norm(block.norm1, "blocks.0.norm1"),
             "activation": describe_activation(block.mlp.act, "blocks.0.mlp.act"),
         }
 
     def build(self, description: dict[str, Any]) -> nn.Module:
-        arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
+        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
         arguments["norm_layer"] = norm_factory(arguments.pop("norm"))
         arguments["act_layer"] = activation_factory(arguments.pop("activation"))
         embed_norm = arguments.pop("embed_norm")

@@ -48,7 +48,7 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Te
 
 def fake_quantize_learned(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int, keep: Tensor | None) -> Tensor:
     """`fake_quantize` with gradients for `x` and `scale`; elements where `keep` is False stay in float (QDrop)."""
-    result: Tensor = _FakeQuantize.apply(x, scale, zero_point, top_code(bits), keep)  # type: ignore[no-untyped-call]
+    result: Tensor = _FakeQuantize.apply(x, scale, zero_point, top_code(bits), keep)
     return result
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aphq.quant.quantizer import Quantizer
@@ -84,7 +84,7 @@ class QuantizedConv2d(QuantizedLayer):
     def as_matrix(self, x: Tensor) -> Tensor:
         if self.groups != 1 or isinstance(self.padding, str):
             raise NotImplementedError("grouped convolutions and named padding have no single matrix")
-        columns = F.unfold(x, self.kernel_size, self.dilation, self.padding, self.stride)  # type: ignore[arg-type]
+        columns = F.unfold(x, self.kernel_size, self.dilation, self.padding, self.stride)
         return columns.transpose(1, 2)  # [batch, positions, in * kernel]
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -107,9 +107,10 @@ def _reconstruct(
     samples = draw_samples(
         len(visit.teacher_in), config.batch, steps, generator_for(work.recipe.seed, config.NAME, unit.name)
     )
-    with seeded(work.recipe.seed, config.NAME, unit.name, device=device), Learnable.of(
-        unit_modules(work, unit), config
-    ) as learned:
+    with (
+        seeded(work.recipe.seed, config.NAME, unit.name, device=device),
+        Learnable.of(unit_modules(work, unit), config) as learned,
+    ):
         roundings = learned.roundings
         if steps == 0 or not (roundings or learned.scales):
             return torch.empty(0)

@@ -32,7 +32,7 @@ def reparameterise_norms(work: Workspace, config: settings.LayerNormReparameteri
         if unit in todo:
             pairs = {pair.linear: pair for pair in unit.norms if _fits(work, pair)}
             layers: dict[str, Any] = {name: work.student.get_submodule(name) for name in pairs}
-            channels = {name: (layer.weight.shape[1],) for name, layer in layers.items()}
+            channels: dict[str, tuple[int, ...]] = {name: (layer.weight.shape[1],) for name, layer in layers.items()}
             samples = sample_inputs(work, unit, rows, layers, channels, TOKENS)
             for name, pair in pairs.items():
                 reparameterise(work.student.get_submodule(pair.norm), layers[name], samples[name][0], pair, config)

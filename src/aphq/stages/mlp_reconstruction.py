@@ -70,9 +70,7 @@ def _reconstruct(
         hidden = mlp.act(mlp.fc1(inputs[index]))
         direct = mlp.fc2(mlp.norm(hidden))
         clamped = mlp.fc2(mlp.norm(hidden.clamp_max(bound)))
-        return config.loss_scale * (
-            distance(direct, target, index) + config.alpha * distance(clamped, target, index)
-        )
+        return config.loss_scale * (distance(direct, target, index) + config.alpha * distance(clamped, target, index))
 
     generator = generator_for(work.recipe.seed, config.NAME, unit.name)
     loop = Loop(

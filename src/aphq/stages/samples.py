@@ -37,7 +37,8 @@ class Sample:
 
     @property
     def range(self) -> Range:
-        assert self.lower is not None and self.upper is not None, "nothing was sampled"
+        assert self.lower is not None, "nothing was sampled"
+        assert self.upper is not None
         return Range(self.lower, self.upper)
 
 
@@ -72,7 +73,8 @@ def sample_inputs(
             wanted = share * batch_size / tensors[0].shape[-2]
         count = min(len(tensors[0]), max(1, round(wanted)))
         picked = torch.randperm(len(tensors[0]), generator=generator)[:count].to(tensors[0].device)
-        for sample, x in zip(samples.setdefault(name, tuple(Sample(groups[name]) for _ in tensors)), tensors, strict=True):
+        kept = samples.setdefault(name, tuple(Sample(groups[name]) for _ in tensors))
+        for sample, x in zip(kept, tensors, strict=True):
             sample.add(x, picked)
 
     with watch_inputs(sites, see):

@@ -16,6 +16,7 @@ from aphq.quant.affine import fake_quantize
 from aphq.quant.layers import QuantizedLayer, QuantizedProduct, quantized_sites
 from aphq.quant.quantizer import Quantizer
 from aphq.quant.search import Range, Searcher, group_quantile, output_cost, self_cost
+from aphq.stages.outliers import outlier_range
 from aphq.stages.samples import Sample, sample_inputs
 
 
@@ -30,7 +31,8 @@ def search_scales(work: Workspace, config: settings.ScaleSearch) -> None:
             samples = sample_inputs(work, unit, rows, sites, groups, config.tokens)
             for name, site in sites.items():
                 if isinstance(site, QuantizedLayer):
-                    search_layer(site, samples[name][0], config)
+                    found = outlier_range(work, unit, rows, site, samples[name][0], config)
+                    search_layer(site, samples[name][0], config, found)
                 else:
                     search_product(site, samples[name], config)
             work.save_unit(config.NAME, unit)
@@ -97,13 +99,22 @@ class Operand:
 
 
 @torch.no_grad()
-def search_layer(layer: QuantizedLayer, sample: Sample, config: settings.ScaleSearch) -> None:
-    """Weight [out, in] and input rows [tokens, in]: output = rows @ weight^T."""
+def search_layer(
+    layer: QuantizedLayer, sample: Sample, config: settings.ScaleSearch, known: Range | None = None
+) -> None:
+    """Weight [out, in] and input rows [tokens, in]: output = rows @ weight^T. With a `known` input range the weight
+    is left to itself: fitted to an input that clips outliers it would try to make up for them."""
     matrix = layer.weight.flatten(1)
     per_channel = layer.weight_quantizer is not None and layer.weight_quantizer.scale.numel() > 1
     weight = Operand(matrix, layer.weight_quantizer, config, (matrix.shape[0], 1) if per_channel else (1, 1))
     inputs = Operand.of_sample(sample, layer.input_quantizer, config)
-    _alternate(weight, inputs, config)
+    if known is None:
+        _alternate(weight, inputs, config)
+        return
+    weight.start()
+    inputs.found = known
+    weight.commit()
+    inputs.commit()
 
 
 @torch.no_grad()
@@ -126,4 +137,3 @@ def _alternate(a: Operand, b: Operand, config: settings.ScaleSearch) -> None:
             b.improve(a.values.transpose(-1, -2), a.quantized().transpose(-1, -2))
     a.commit()
     b.commit()
-
