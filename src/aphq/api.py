@@ -143,6 +143,7 @@ def quantize(
             run.model = student
         if folder.path is not None:
             run.sizes = save(run.model, folder.path)
+            _verify(run, preprocessing, target)
         if labelled is not None:
             _measure(run, teacher, labelled, preprocessing, target, progress, val_limit)
         folder.write_result(run.to_dict())
@@ -208,9 +209,24 @@ def _prepare_model(
 
 
 def _probe(teacher: nn.Module, units: Iterable[Unit], preprocessing: Preprocessing, device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(2, *preprocessing.shape, generator=generator).to(device)
-    check_units(teacher, tuple(units), images)
+    check_units(teacher, tuple(units), _probe_images(preprocessing, device))
+
+
+def _probe_images(preprocessing: Preprocessing, device: torch.device) -> torch.Tensor:
+    return torch.randn(2, *preprocessing.shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+@torch.no_grad()
+def _verify(run: Run, preprocessing: Preprocessing, device: torch.device) -> None:
+    """What was saved must load and compute what the model in memory does."""
+    assert run.path is not None
+    images = _probe_images(preprocessing, device)
+    expected, got = run.model(images), load(run.path, device)(images)
+    if not torch.allclose(expected, got, rtol=1e-4, atol=1e-4 * float(expected.abs().max())):
+        raise ModelError(
+            f"the model saved in {run.path} does not compute what the one in memory does: a part of this "
+            f"{type(run.model).__name__} is not in its description; please report it with the model's definition"
+        )
 
 
 def _classes(model: nn.Module) -> int:

@@ -34,6 +34,7 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
     tensors = _read_tensors(folder, config)
     try:
         info = info_from(config)
+        _check_depth(info, tensors)
         with torch.device("meta"):
             _fill(_skeleton(info), {k: t.to("meta") for k, t in tensors.items()}, config, check=False)
         model = _skeleton(info)
@@ -42,8 +43,9 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
         raise
     except AphqError as problem:
         raise ArtifactError(f"{folder / CONFIG}: {problem}") from None
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as problem:
-        raise ArtifactError(f"{folder} does not hold a usable model: {str(problem).splitlines()[0]}") from None
+    except Exception as problem:  # timm's constructors, fed with somebody's numbers, raise whatever they like
+        reason = " ".join(str(problem).split())[:300] or type(problem).__name__
+        raise ArtifactError(f"{folder} does not hold a usable model: {reason}") from None
     finalise(model)
     attach(model, info)
     return model.to(device)
@@ -95,6 +97,13 @@ def _read_tensors(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
         return load_file(file)
     except (SafetensorError, OSError, ValueError) as problem:
         raise ArtifactError(f"{file} is damaged: {problem}") from None
+
+
+def _check_depth(info: QuantizationInfo, tensors: dict[str, Tensor]) -> None:
+    """A block without a tensor of its own there is not; building a million would take hours even without memory."""
+    depths = info.arguments.get("depths", [info.arguments.get("depth")])
+    if any(isinstance(depth, (int, float)) and depth > len(tensors) for depth in depths):
+        raise ArtifactError(f"{CONFIG} asks for more blocks than {TENSORS} has tensors: the file is damaged")
 
 
 def _skeleton(info: QuantizationInfo) -> nn.Module:

@@ -34,6 +34,8 @@ class RunFolder:
         if path is not None:
             try:
                 path.mkdir(parents=True, exist_ok=True)
+                if not (path / "run.json").exists():
+                    _refuse_foreign(path)
                 self._lock = open(path / ".lock", "w")  # noqa: SIM115
             except OSError as problem:
                 raise RunError(f"cannot use {path} as a run folder: {problem}") from None
@@ -49,7 +51,6 @@ class RunFolder:
             return False
         record = self.path / "run.json"
         if not record.exists():
-            _refuse_foreign(self.path)
             write_json(record, identity)
             write_text(self.path / "recipe.yaml", Recipe.from_dict(identity["recipe"]).to_yaml())
             return False

@@ -45,7 +45,7 @@ class Activations:
 
 
 class Store:
-    """Hands out space tier by tier; `spilled` counts the bytes that did not fit where they are fastest."""
+    """Hands out space tier by tier, the fastest first; `peak` says how much of each was used."""
 
     def __init__(
         self, device: torch.device, *, gpu_bytes: int | None, host_bytes: int | None, folder: Path | None

@@ -43,7 +43,7 @@ class LearnedRounding(nn.Module):
     def hard(self) -> Tensor:
         """The weight on the integer grid."""
         with torch.no_grad():
-            return self.weight((self.alpha >= 0).to(self.alpha.dtype))
+            return self.weight((self.soft() >= 0.5).to(self.alpha.dtype))
 
     def penalty(self, beta: Tensor) -> Tensor:
         """sum(1 - |2h - 1|^beta): zero when every weight has decided."""
