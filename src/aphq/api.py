@@ -24,8 +24,8 @@ from aphq.engine.progress import Progress, clock
 from aphq.engine.store import Store
 from aphq.engine.workspace import Workspace
 from aphq.errors import ModelError, RecipeError
-from aphq.evaluate import classification
-from aphq.evaluate.classification import Accuracy
+from aphq.evaluation import classification
+from aphq.evaluation.classification import Accuracy
 from aphq.models.architecture import Architecture, Unit, architecture_of, check_units
 from aphq.models.coverage import Coverage, coverage
 from aphq.models.loading import load_model, model_fingerprint

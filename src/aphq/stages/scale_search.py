@@ -16,7 +16,7 @@ from aphq.quant.affine import fake_quantize
 from aphq.quant.layers import QuantizedLayer, QuantizedProduct, quantized_sites
 from aphq.quant.quantizer import Quantizer
 from aphq.quant.search import Range, Searcher, group_quantile, output_cost, self_cost
-from aphq.stages.outliers import outlier_range
+from aphq.stages.outliers import outlier_range, shrink_outliers
 from aphq.stages.samples import Sample, sample_inputs
 
 
@@ -27,6 +27,7 @@ def search_scales(work: Workspace, config: settings.ScaleSearch) -> None:
     for unit, rows in work.walk_one(work.student, config.images) if todo else ():
         if unit in todo:
             sites = {name: site for prefix in unit.modules for name, site in quantized_sites(work.student, prefix)}
+            shrink_outliers(work, unit, rows, config)
             groups = {name: _groups(site) for name, site in sites.items()}
             samples = sample_inputs(work, unit, rows, sites, groups, config.tokens)
             for name, site in sites.items():

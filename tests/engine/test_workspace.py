@@ -1,0 +1,85 @@
+import torch
+from torch import nn
+
+from aphq.engine.folder import RunFolder
+from aphq.engine.workspace import ImageRows
+from aphq.models.student import enable
+from aphq.stages.layernorm import reparameterise_norms
+
+from ..runs import all_images, pixels, short, workspace
+
+
+def test_the_walk_shows_what_teacher_and_student_see_and_say(tiny_swin: nn.Module) -> None:
+    work = workspace(tiny_swin, short(calibration__batch=5))
+    with torch.no_grad():  # a student that differs from its second unit on
+        work.student.get_parameter(f"{work.units[1].name}.mlp.fc2.bias")[0] += 1
+    images = all_images(work)
+    everything = slice(None)
+    x = y = images
+    visited = []
+    for visit in work.walk():
+        assert torch.allclose(visit.teacher_in[everything], x, atol=1e-5)
+        assert torch.allclose(visit.student_in[everything], y, atol=1e-5)
+        out = visit.unit.run(work.teacher, x)
+        assert torch.allclose(visit.teacher_out[everything], out, atol=1e-5)
+        x = visit.unit.bridge(work.teacher, out)
+        y = visit.unit.bridge(work.student, visit.unit.run(work.student, y))
+        visited.append(visit.unit.name)
+    assert visited == [unit.name for unit in work.units]
+    assert torch.allclose(x, work.teacher(images), atol=1e-5)
+    assert torch.allclose(y, work.student(images), atol=1e-5)
+    assert not torch.allclose(x, y, atol=1e-3)
+
+
+def test_changes_made_on_a_visit_reach_the_next_unit(tiny_vit: nn.Module) -> None:
+    work = workspace(tiny_vit)
+    for visit in work.walk():
+        if visit.unit.name == "patch_embed":
+            work.student.get_parameter("patch_embed.proj.bias").data += 1
+        elif visit.unit.name == "blocks.0":
+            assert not torch.allclose(visit.student_in[slice(None)], visit.teacher_in[slice(None)])
+            return
+
+
+def test_walking_one_model_may_take_fewer_images(tiny_vit: nn.Module) -> None:
+    work = workspace(tiny_vit)
+    assert all(len(rows) == 6 for _, rows in work.walk_one(work.teacher, 6))
+    assert all(len(rows) == 16 for _, rows in work.walk_one(work.teacher, 600))
+
+
+def test_image_rows_end_where_they_should(tiny_vit: nn.Module) -> None:
+    work = workspace(tiny_vit)
+    rows = ImageRows(work.images, 6, work.device)
+    assert len(rows) == 6
+    assert rows[slice(4, 8)].shape == (2, 3, 32, 32)
+    assert torch.equal(rows[torch.tensor([5, 0])], all_images(work)[[5, 0]])
+
+
+def test_memory_is_given_back_along_the_walk(tiny_vit: nn.Module) -> None:
+    work = workspace(tiny_vit)
+    for visit in work.walk():
+        assert work.store.used["host"] > 0, visit.unit.name
+    del visit
+    assert work.store.used["host"] == 0
+    assert work.store.peak["host"] > 0
+
+
+def test_a_unit_comes_back_from_its_checkpoint_with_the_bias_it_gained(tiny_swin: nn.Module, tmp_path: object) -> None:
+    work, fresh = workspace(tiny_swin), workspace(tiny_swin)
+    work.folder = fresh.folder = RunFolder(tmp_path)  # type: ignore[arg-type]
+    reparameterise_norms(work, work.recipe.stage("layernorm_reparameterisation"))  # type: ignore[arg-type]
+    stage = "layernorm_reparameterisation"
+    assert not fresh.restore_unit("scale_search", fresh.units[1])
+    for unit in fresh.units:
+        assert fresh.restore_unit(stage, unit) == bool(unit.norms)
+    left, right = work.student.state_dict(), fresh.student.state_dict()
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name].nan_to_num(), right[name].nan_to_num()) for name in left)
+    enable(fresh.student, False)
+    assert torch.equal(fresh.student(all_images(fresh)), work.student(all_images(work)))
+    work.folder.close()
+
+
+def test_pixels_are_normalised_on_the_way(tiny_vit: nn.Module) -> None:
+    work = workspace(tiny_vit, images=pixels(2))
+    assert work.image_rows()[slice(0, 2)].dtype == torch.float32

@@ -1,0 +1,84 @@
+"""Whole runs small enough for a test: short recipes, a handful of images, a workspace without a run folder."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aphq.data import CalibrationSet, Preprocessing
+from aphq.engine.folder import RunFolder
+from aphq.engine.progress import Progress
+from aphq.engine.store import Store
+from aphq.engine.workspace import Workspace
+from aphq.models.architecture import architecture_of
+from aphq.models.student import make_student
+from aphq.presets import preset
+from aphq.recipe import Recipe
+
+SHORT: dict[str, Any] = {
+    "calibration.images": 16,
+    "calibration.batch": 8,
+    "steps": 5,
+    "mlp_reconstruction.batch": 8,
+    "block_reconstruction.batch": 8,
+    "layernorm_reparameterisation.candidates": 8,
+    "scale_search.candidates": 8,
+    "scale_search.rounds": 1,
+    "scale_search.tokens": 256,
+    "scale_search.outlier_candidates": 4,
+}
+
+
+def short(bits: str = "w4a4", effort: str = "balanced", **changes: Any) -> Recipe:
+    """A preset cut down to a second; changes by dotted path with `__` for the dot."""
+    recipe = preset(bits, effort)
+    wanted = {**SHORT, **{name.replace("__", "."): value for name, value in changes.items()}}
+    for path, value in wanted.items():
+        head = path.split(".")[0]
+        if head in ("mlp_reconstruction", "block_reconstruction") and recipe.stage(head) is None:
+            continue
+        if path == "steps" and not any(hasattr(stage, "steps") for stage in recipe.stages):
+            continue
+        recipe = recipe.with_value(path, value)
+    return recipe
+
+
+def pixels(count: int = 16, seed: int = 0, size: int = 32, channels: int = 3) -> Tensor:
+    """Smooth random pictures, uint8 [count, channels, size, size]."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(count, channels, 6, 6, generator=generator)
+    return (nn.functional.interpolate(coarse, size=(size, size), mode="bilinear") * 255).round().to(torch.uint8)
+
+
+def workspace(model: nn.Module, recipe: Recipe | None = None, images: Tensor | None = None) -> Workspace:
+    """What `aphq.quantize` hands to the stages, without a run folder."""
+    recipe = recipe or short()
+    teacher = model.eval().requires_grad_(False)
+    architecture = architecture_of(teacher)
+    units = architecture.units(teacher)
+    preprocessing = Preprocessing.of_model(teacher)
+    if images is None:
+        images = pixels(recipe.calibration.images)
+    device = torch.device("cpu")
+    return Workspace(
+        teacher,
+        make_student(teacher, architecture, units, recipe),
+        units,
+        CalibrationSet(images, preprocessing),
+        recipe,
+        device,
+        Store(device, gpu_bytes=None, host_bytes=None, folder=None),
+        RunFolder(None),
+        Progress(),
+    )
+
+
+def all_images(work: Workspace) -> Tensor:
+    """The calibration images as the model gets them."""
+    return work.images.batch(slice(None))
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

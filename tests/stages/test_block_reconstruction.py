@@ -1,0 +1,144 @@
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aphq.engine.folder import RunFolder
+from aphq.engine.workspace import Workspace
+from aphq.models.student import finalise
+from aphq.quant.layers import QuantizedLayer, quantizers
+from aphq.quant.quantizer import Quantizer
+from aphq.stages.block_reconstruction import Learnable, reconstruct_blocks
+from aphq.stages.distillation import distillation_loss
+from aphq.stages.layernorm import reparameterise_norms
+from aphq.stages.scale_search import search_scales
+
+from ..runs import all_images, pixels, short, workspace
+
+LONGER: dict[str, Any] = {
+    "block_reconstruction__steps": 60,
+    "block_reconstruction__rounding_lr": 1e-2,
+    "block_reconstruction__scale_lr": 1e-3,
+}
+
+
+def searched(model: nn.Module, bits: str = "w3a3", **changes: Any) -> Workspace:
+    work = workspace(model, short(bits, **changes).without("mlp_reconstruction"), pixels(32))
+    reparameterise_norms(work, work.recipe.stage("layernorm_reparameterisation"))  # type: ignore[arg-type]
+    search_scales(work, work.recipe.stage("scale_search"))  # type: ignore[arg-type]
+    return work
+
+
+def reconstruct(work: Workspace, folder: Path | None = None) -> list[dict[str, Any]]:
+    work.folder = RunFolder(folder)
+    try:
+        reconstruct_blocks(work, work.recipe.stage("block_reconstruction"))  # type: ignore[arg-type]
+    finally:
+        work.folder.close()
+    return [] if folder is None else [json.loads(s) for s in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def loss(work: Workspace, student: nn.Module) -> float:
+    """KL at the logits on the calibration images."""
+    with torch.no_grad():
+        x = all_images(work)
+        return float(distillation_loss(student(x), work.teacher(x)))
+
+
+@pytest.mark.parametrize("family", ["vit", "swin"])
+def test_reconstruction_beats_scale_search_alone(request: pytest.FixtureRequest, family: str, tmp_path: Path) -> None:
+    work = searched(request.getfixturevalue(family)(), **LONGER)
+    search_only = copy.deepcopy(work.student)
+    finalise(search_only)
+    weights = {n: m.weight.clone() for n, m in work.student.named_modules() if isinstance(m, QuantizedLayer)}
+    before: dict[str, Tensor] = {
+        n: q.scale.clone() for n, q in work.student.named_modules() if isinstance(q, Quantizer)
+    }
+    events = reconstruct(work, tmp_path)
+    assert loss(work, work.student) < 0.8 * loss(work, search_only)
+
+    assert [event["unit"] for event in events] == [unit.name for unit in work.units]
+    for name, layer in work.student.named_modules():
+        if isinstance(layer, QuantizedLayer):
+            quantizer, scale = layer.weight_quantizer, before[f"{name}.weight_quantizer"]
+            assert quantizer is not None
+            assert torch.equal(quantizer.scale, scale), "weight scales stay as they were found"
+            code = layer.weight / scale
+            assert torch.allclose(code, code.round(), atol=1e-4)
+            down = (weights[name] / scale).floor()
+            up = down + 1
+            low, high = -quantizer.zero_point, 2**quantizer.bits - 1 - quantizer.zero_point
+            down, up = down.clamp(low, high), up.clamp(low, high)
+            assert ((code.round() == down) | (code.round() == up)).all(), name
+            assert layer.rounding is None
+    changed = 0
+    for name, quantizer in ((n, q) for n, q in work.student.named_modules() if isinstance(q, Quantizer)):
+        assert quantizer.share == 1.0, "no more dropping"
+        assert quantizer.enabled
+        assert (quantizer.scale > 0).all()
+        assert not quantizer.scale.requires_grad
+        changed += not torch.equal(quantizer.scale, before[name])
+    assert changed >= 8, "activation scales are learned"
+
+
+def test_each_unit_learns(tiny_vit: nn.Module, tmp_path: Path) -> None:
+    work = searched(tiny_vit, **LONGER, block_reconstruction__regulariser=0.0)
+    for event in reconstruct(work, tmp_path):
+        losses = torch.tensor(event["losses"])
+        assert losses[0] == pytest.approx(2, rel=0.7), "scaled to start at first_loss"
+        assert losses[-30:].mean() < losses[:10].mean(), event["unit"]
+
+
+@pytest.mark.parametrize("kind", ["mse", "brecq", "ph", "aph", "fisher"])
+def test_every_importance_works(tiny_vit: nn.Module, kind: str) -> None:
+    work = searched(tiny_vit, block_reconstruction__importance__kind=kind)
+    reconstruct(work)
+    assert torch.isfinite(work.student(all_images(work))).all()
+
+
+def test_the_head_is_trained_on_the_prediction_itself(tiny_vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[tuple[int, ...]] = []
+
+    def noted(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
+        used.append(tuple(logits.shape))
+        return distillation_loss(logits, target, temperature)
+
+    monkeypatch.setattr("aphq.stages.block_reconstruction.distillation_loss", noted)
+    reconstruct(searched(tiny_vit, block_reconstruction__steps=3))
+    assert used == [(8, 10)] * 4, "one look ahead and three steps, for the head alone"
+
+
+def test_zero_steps_only_round(tiny_vit: nn.Module) -> None:
+    work = searched(tiny_vit, block_reconstruction__steps=0)
+    expected = copy.deepcopy(work.student)
+    finalise(expected)
+    reconstruct(work)
+    x = all_images(work)
+    assert torch.equal(work.student(x), expected(x))
+
+
+def test_an_error_on_the_way_leaves_no_dropping_quantizer(tiny_vit: nn.Module) -> None:
+    work = searched(tiny_vit)
+    config: Any = work.recipe.stage("block_reconstruction")
+    learned = Learnable.of([work.student], config)
+
+    def interrupted() -> None:
+        with learned:
+            assert all(quantizer.share == 0.5 for quantizer in learned.inputs)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert all(quantizer.share == 1.0 for quantizer in quantizers(work.student))
+
+
+def test_a_unit_left_in_float_is_passed_over(tiny_vit: nn.Module) -> None:
+    work = searched(tiny_vit, overrides={"blocks.0.*": None})
+    reconstruct(work)
+    assert torch.equal(
+        work.student.get_parameter("blocks.0.mlp.fc1.weight"), work.teacher.get_parameter("blocks.0.mlp.fc1.weight")
+    )

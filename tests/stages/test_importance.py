@@ -1,0 +1,206 @@
+"""Importance maps, and what is known of them: which are exact, which are round-off, and what they estimate."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aphq.engine.workspace import Visit, Workspace
+from aphq.models.architecture import run_units
+from aphq.models.student import enable
+from aphq.recipe import Importance
+from aphq.stages.distillation import distillation_loss
+from aphq.stages.importance import ImportanceMap, Importances, fisher_probe, normalised
+from aphq.stages.scale_search import search_scales
+
+from ..runs import all_images, pixels, short, workspace
+
+Build = Callable[..., nn.Module]
+STAGE = "block_reconstruction"
+
+
+def visit_of(work: Workspace, name: str) -> Visit:
+    return next(visit for visit in work.walk() if visit.unit.name == name)
+
+
+def map_at(work: Workspace, site: str, unit: str | None = None, **config: Any) -> ImportanceMap:
+    importances = Importances(work, Importance(**config), STAGE, [site])
+    return importances.at(site, visit_of(work, unit or site))
+
+
+def values_of(found: ImportanceMap) -> Tensor | None:
+    return found.each.data if found.each is not None else found.shared
+
+
+def ranks(x: Tensor) -> Tensor:
+    return x.flatten().argsort().argsort().double()
+
+
+def rank_correlation(a: Tensor, b: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([ranks(a), ranks(b)]))[0, 1])
+
+
+@pytest.mark.parametrize("kind", ["brecq", "ph", "aph", "fisher"])
+@pytest.mark.parametrize(
+    ("family", "unit", "mlp", "shape"),
+    [
+        ("vit", "blocks.0", False, (17, 32)),
+        ("vit", "blocks.1", True, (17, 32)),
+        ("vit", "patch_embed", False, (16, 32)),
+        ("swin", "layers.0.blocks.1", False, (8, 8, 16)),
+        ("swin", "layers.1.downsample", False, (4, 4, 32)),
+        ("swin", "layers.1.blocks.0", True, (16, 32)),
+    ],
+)
+def test_every_kind_gives_finite_non_negative_maps_of_the_outputs_shape(
+    request: pytest.FixtureRequest, family: str, unit: str, mlp: bool, shape: tuple[int, ...], kind: str
+) -> None:
+    work = workspace(request.getfixturevalue(family)(), images=pixels(6))
+    if kind == "brecq":  # without quantization there is no error to have a gradient
+        search_scales(work, work.recipe.stage("scale_search"))  # type: ignore[arg-type]
+        enable(work.student)
+    site = f"{unit}.mlp" if mlp else unit
+    found = map_at(work, site, unit, kind=kind)
+    values = values_of(found)
+    assert values is not None
+    assert values.shape == ((6 if kind in ("brecq", "ph") else 1), *shape)
+    assert torch.isfinite(values).all()
+    assert (values >= 0).all()
+    assert values.square().mean().sqrt() == pytest.approx(1, rel=1e-4)
+    assert values.std() > 0, "a flat map would be plain MSE"
+    error = torch.ones(2, *shape)
+    weighed = found.weigh(error, torch.tensor([1, 3]))
+    assert torch.equal(weighed, values[[1, 3]] if kind in ("brecq", "ph") else values.expand(2, *shape))
+
+
+def test_mse_leaves_the_error_as_it_is(tiny_vit: nn.Module) -> None:
+    work = workspace(tiny_vit, images=pixels(4))
+    error = torch.rand(2, 17, 32)
+    assert torch.equal(map_at(work, "blocks.0", kind="mse").weigh(error, torch.tensor([0, 1])), error)
+
+
+def test_aph_is_the_mean_of_ph(tiny_vit: nn.Module) -> None:
+    work = workspace(tiny_vit, images=pixels(6))
+    each = values_of(map_at(work, "blocks.0", kind="ph", epsilon=1e-2))
+    mean = values_of(map_at(work, "blocks.0", kind="aph", epsilon=1e-2))
+    assert each is not None
+    assert mean is not None
+    assert torch.allclose(normalised(each.mean(0, keepdim=True), ""), mean, rtol=1e-4, atol=1e-5)
+
+
+def slope(work: Workspace, unit: str, direction: Tensor, epsilon: float) -> float:
+    """The largest |J(O + eps d) - J(O - eps d)| / 2 eps over the output O of a unit, by hand."""
+    index = [u.name for u in work.units].index(unit)
+    images = all_images(work).to(direction.dtype)
+    with torch.no_grad():
+        output = run_units(work.teacher, work.units[:index], images)
+        output = work.units[index].run(work.teacher, output)
+        target = _rest(work, index, output)
+
+    def gradient(sign: float) -> Tensor:
+        leaf = (output + sign * epsilon * direction).requires_grad_()
+        loss = distillation_loss(_rest(work, index, leaf), target, 20.0)
+        return torch.autograd.grad(loss, leaf)[0]
+
+    return float((gradient(1) - gradient(-1)).abs().max() / (2 * epsilon))
+
+
+def _rest(work: Workspace, index: int, x: Tensor) -> Tensor:
+    return run_units(work.teacher, work.units[index + 1 :], work.units[index].bridge(work.teacher, x))
+
+
+@pytest.mark.parametrize(("family", "unit"), [("vit", "blocks.0"), ("swin", "layers.0.blocks.0")])
+def test_behind_a_layer_norm_the_all_ones_perturbation_is_invisible_but_for_round_off(
+    request: pytest.FixtureRequest, family: str, unit: str
+) -> None:
+    """Why `aph` in float32 is a measure of rounding noise, and `fisher` exists."""
+    work = workspace(request.getfixturevalue(family)(), images=pixels(4))
+    shape = visit_of(work, unit).teacher_out[slice(0, 4)].shape
+    work.teacher.double()
+    signs = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(0)).double() * 2 - 1
+    seen = slope(work, unit, signs, 1e-3)
+    unseen = slope(work, unit, torch.ones(shape, dtype=torch.float64), 1e-3)
+    assert unseen < 1e-6 * seen
+    work.teacher.float()
+    assert slope(work, unit, torch.ones(shape), 1e-6) > 0.01 * seen, "what the published setting sees is noise"
+
+
+def test_fisher_probes_have_the_covariance_of_the_fisher_matrix() -> None:
+    logits = torch.tensor([[2.0, 0.5, -1.0, 0.0]]).expand(200_000, -1)
+    probes = fisher_probe(logits, torch.Generator().manual_seed(0))
+    p = logits[0].softmax(-1)
+    assert torch.allclose(probes.T @ probes / len(probes), p.diag() - p[:, None] * p, atol=3e-3)
+    assert probes.sum(-1).abs().max() < 1e-5, "a shift of all logits is no direction of the Fisher matrix"
+
+
+def test_fisher_is_the_diagonal_of_jt_f_j(vit: Build) -> None:
+    work = workspace(vit(depth=1), images=pixels(4))
+    temperature, unit = 20.0, "blocks.0"
+    index = [u.name for u in work.units].index(unit)
+    exact = torch.zeros(1, 17, 32)
+    for image in all_images(work).split(1):
+        with torch.no_grad():
+            output = work.units[index].run(work.teacher, run_units(work.teacher, work.units[:index], image))
+            p = (_rest(work, index, output)[0] / temperature).softmax(-1)
+        jacobian = torch.autograd.functional.jacobian(lambda x: _rest(work, index, x)[0], output).flatten(1)
+        fisher = p.diag() - p[:, None] * p
+        exact += ((jacobian.T @ fisher) * jacobian.T).sum(1).reshape(exact.shape)
+    found = values_of(map_at(work, unit, kind="fisher", probes=200, power=1.0, temperature=temperature))
+    assert found is not None
+    matters = exact > 1e-9 * exact.max()  # with one block behind it only the class token reaches the head
+    assert (found[~matters] <= 1e-6 * found.max()).all()
+    assert rank_correlation(found[matters], exact[matters]) > 0.95
+    ratio = (found[matters] / found.max()) / (exact[matters] / exact.max())
+    assert ratio.median() == pytest.approx(1, abs=0.25)
+
+
+def test_the_seed_decides_the_fisher_map(tiny_vit: nn.Module) -> None:
+    maps = [
+        values_of(map_at(workspace(tiny_vit, short(seed=seed), pixels(8)), "blocks.0", kind="fisher", probes=1))
+        for seed in (1, 1, 2)
+    ]
+    assert maps[0] is not None
+    assert torch.equal(maps[0], maps[1])  # type: ignore[arg-type]
+    assert not torch.equal(maps[0], maps[2])  # type: ignore[arg-type]
+
+
+def test_the_batch_size_changes_a_fisher_map_only_by_chance(tiny_vit: nn.Module) -> None:
+    def found(batch: int, **config: Any) -> Tensor:
+        recipe = short(calibration__batch=batch)
+        values = values_of(map_at(workspace(tiny_vit, recipe, pixels(8)), "blocks.0", **config))
+        assert values is not None
+        return values
+
+    many = {"kind": "fisher", "probes": 100}
+    assert rank_correlation(found(3, **many), found(8, **many)) > 0.95
+
+
+def test_all_sites_of_a_stage_get_what_each_alone_would(tiny_vit: nn.Module) -> None:
+    work = workspace(tiny_vit, images=pixels(8))
+    together = Importances(work, Importance(kind="fisher"), STAGE, ["blocks.0", "blocks.1"])
+    for site in ("blocks.0", "blocks.1"):
+        alone = values_of(map_at(work, site, kind="fisher"))
+        both = values_of(together.at(site, visit_of(work, site)))
+        assert torch.allclose(alone, both, rtol=1e-4, atol=1e-6)  # type: ignore[arg-type]
+
+
+def test_a_map_without_signal_becomes_plain_error_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert torch.equal(normalised(torch.zeros(1, 3), "blocks.0"), torch.ones(1, 3))
+    assert torch.equal(normalised(torch.full((1, 3), torch.nan), "blocks.1"), torch.ones(1, 3))
+    assert "blocks.0 is zero or not finite" in caplog.text
+    tiny = normalised(torch.tensor([1e-30, 2e-30]), "blocks.2")
+    assert tiny.square().mean() == pytest.approx(1)
+    assert tiny[1] == 2 * tiny[0]
+
+
+def test_estimating_importance_leaves_the_models_alone(tiny_vit: nn.Module) -> None:
+    work = workspace(tiny_vit, images=pixels(4))
+    before = all_images(work)
+    expected = work.teacher(before)
+    for kind in ("ph", "fisher"):
+        map_at(work, "blocks.0", kind=kind)
+    assert torch.equal(work.teacher(before), expected)
+    assert not any(m._forward_hooks for m in work.teacher.modules())
+    assert all(p.grad is None for p in work.teacher.parameters())
