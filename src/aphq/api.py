@@ -67,6 +67,12 @@ class Run:
             "float_layers": [row.name for row in self.coverage if row.note],
         }
 
+    def recall(self, earlier: dict[str, Any]) -> None:
+        """Take over what an earlier, finished run of the same folder measured."""
+        self.seconds = dict(earlier.get("seconds") or {})
+        self.accuracy = {name: Accuracy(**value) for name, value in (earlier.get("accuracy") or {}).items()}
+        self.agreement = earlier.get("agreement")
+
     def summary(self) -> str:
         """A few lines for a person."""
         rows = self.coverage
@@ -132,6 +138,7 @@ def quantize(
         run = Run(teacher, chosen, folder.path, resumed=resumed)
         if resumed and folder.path is not None and (folder.path / CONFIG).exists():
             run.model = load(folder.path, target)
+            run.recall(folder.earlier_result())
             log.info("%s is finished already; nothing to redo", folder.path)
         else:
             store = _store(target, folder, gpu_memory_gb, host_memory_gb)

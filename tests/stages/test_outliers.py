@@ -24,8 +24,8 @@ def planted(vit: Build) -> nn.Module:
     model: Any = vit(depth=2)
     fc1, fc2 = model.blocks[0].mlp.fc1, model.blocks[0].mlp.fc2
     with torch.no_grad():
-        fc1.weight[0] *= 6000
-        fc1.bias[0] = -9000.0
+        fc1.weight[0] *= 1000
+        fc1.bias[0] = -1500.0
         fc2.weight[:, 0] = 0
         fc2.weight[5, 0] = 1.0
     return model

@@ -51,8 +51,8 @@ class RunFolder:
             return False
         record = self.path / "run.json"
         if not record.exists():
-            write_json(record, identity)
             write_text(self.path / "recipe.yaml", Recipe.from_dict(identity["recipe"]).to_yaml())
+            write_json(record, identity)
             return False
         try:
             earlier = json.loads(record.read_text(encoding="utf-8"))
@@ -94,6 +94,14 @@ class RunFolder:
             return load_file(path)
         except (SafetensorError, OSError, ValueError) as problem:
             raise RunError(f"the checkpoint {path} is damaged ({problem}); remove it to redo that unit") from None
+
+    def earlier_result(self) -> dict[str, Any]:
+        """What `write_result` kept when the run was finished before; empty if it was not, or cannot be read."""
+        try:
+            found = json.loads((self.path / "result.json").read_text(encoding="utf-8")) if self.path else {}
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         if self.path is not None:

@@ -37,10 +37,11 @@ HARMLESS = 1e-3  # KL at the logits that a shrunk channel may cost
 
 
 @torch.no_grad()
-def shrink_outliers(work: Workspace, unit: Unit, rows: Rows, config: settings.ScaleSearch) -> None:
-    """Divide the outlying hidden channels of the unit's MLP by as much as the prediction allows, in place."""
+def shrink_outliers(work: Workspace, unit: Unit, rows: Rows, config: settings.ScaleSearch) -> bool:
+    """Divide the outlying hidden channels of the unit's MLP by as much as the prediction allows, in place; whether
+    there were any."""
     if unit.mlp is None or not _wanted(config):
-        return
+        return False
     mlp: Any = work.student.get_submodule(unit.mlp)
     hidden: list[Tensor] = []
     with watch_inputs({"fc2": mlp.fc2}, lambda _, inputs: hidden.append(inputs[0].flatten(0, -2))):
@@ -48,15 +49,18 @@ def shrink_outliers(work: Workspace, unit: Unit, rows: Rows, config: settings.Sc
     size = hidden[0].abs()
     typical = group_quantile(size, (1,), TYPICAL)
     channels = (size.amax(0) > config.outlier_ratio * typical).nonzero().flatten()
-    if len(channels) == 0 or type(mlp.norm) is not torch.nn.Identity:
-        return
+    if len(channels) == 0:
+        return False
+    if type(mlp.norm) is not torch.nn.Identity:
+        return True
     for factor in SHRINKING:
         _scale_channels(mlp, channels, factor)
         loss = float(distillation_loss(_logits(work, unit, rows, config), target))
         if loss <= HARMLESS:
             log.info("%s: %d hidden channels divided by %g (KL %.1e)", unit.name, len(channels), factor, loss)
-            return
+            return True
         _scale_channels(mlp, channels, 1 / factor)
+    return True
 
 
 def _scale_channels(mlp: Any, channels: Tensor, factor: float) -> None:
@@ -78,20 +82,23 @@ def _logits(work: Workspace, unit: Unit, rows: Rows, config: settings.ScaleSearc
     return run_units(work.student, rest, unit.bridge(work.student, out))
 
 
+def has_outliers(sample: Sample, config: settings.ScaleSearch) -> bool:
+    """Whether a layer's input is so much wider than nearly all of it."""
+    widest = torch.maximum(sample.range.upper, -sample.range.lower)
+    typical = group_quantile(sample.values.abs(), sample.groups, TYPICAL)
+    return _wanted(config) and bool((widest > config.outlier_ratio * typical).any())
+
+
 @torch.no_grad()
 def outlier_range(
     work: Workspace, unit: Unit, rows: Rows, layer: QuantizedLayer, sample: Sample, config: settings.ScaleSearch
 ) -> Range | None:
-    """The best input range of a layer inside `unit`, whose inputs are `rows`; None if it has no outliers."""
+    """The input range of a layer inside `unit` that keeps the prediction best; None if its input stays in float."""
     quantizer = layer.input_quantizer
-    if quantizer is None or not _wanted(config):
+    if quantizer is None:
         return None
     full = sample.range
     widest = torch.maximum(full.upper, -full.lower)
-    typical = group_quantile(sample.values.abs(), sample.groups, TYPICAL)
-    if bool((widest <= config.outlier_ratio * typical).all()):
-        return None
-
     target = _logits(work, unit, rows, config)
     tried = []
     for factor in torch.logspace(0, torch.log10(torch.tensor(FEWEST_OF_RANGE)).item(), config.outlier_candidates):

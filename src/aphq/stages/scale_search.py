@@ -16,7 +16,7 @@ from aphq.quant.affine import fake_quantize
 from aphq.quant.layers import QuantizedLayer, QuantizedProduct, quantized_sites
 from aphq.quant.quantizer import Quantizer
 from aphq.quant.search import Range, Searcher, group_quantile, output_cost, self_cost
-from aphq.stages.outliers import outlier_range, shrink_outliers
+from aphq.stages.outliers import has_outliers, outlier_range, shrink_outliers
 from aphq.stages.samples import Sample, sample_inputs
 
 
@@ -27,13 +27,15 @@ def search_scales(work: Workspace, config: settings.ScaleSearch) -> None:
     for unit, rows in work.walk_one(work.student, config.images) if todo else ():
         if unit in todo:
             sites = {name: site for prefix in unit.modules for name, site in quantized_sites(work.student, prefix)}
-            shrink_outliers(work, unit, rows, config)
+            shrunk = {f"{unit.mlp}.fc2"} if shrink_outliers(work, unit, rows, config) else set()
             groups = {name: _groups(site) for name, site in sites.items()}
             samples = sample_inputs(work, unit, rows, sites, groups, config.tokens)
             for name, site in sites.items():
                 if isinstance(site, QuantizedLayer):
-                    found = outlier_range(work, unit, rows, site, samples[name][0], config)
-                    search_layer(site, samples[name][0], config, found)
+                    sample = samples[name][0]
+                    outlying = name in shrunk or has_outliers(sample, config)
+                    known = outlier_range(work, unit, rows, site, sample, config) if outlying else None
+                    search_layer(site, sample, config, known)
                 else:
                     search_product(site, samples[name], config)
             work.save_unit(config.NAME, unit)
