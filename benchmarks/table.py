@@ -16,9 +16,10 @@ def main() -> None:
     print("| model | run | seed | images | float | quantized | drop | agreement | seconds | device |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:
-        cells = [row["model"], f"`{row['run']}`", row["seed"], row["images"], f"{row['float']:.2f}", f"{row['top1']:.2f}"]
-        cells += [f"{row['float'] - row['top1']:.2f}", f"{row['agreement']:.1f}", f"{row['seconds']:.0f}", row["device"]]
-        print(f"| {' | '.join(map(str, cells))} |")
+        drop = row["float"] - row["top1"]
+        accuracy = [f"{value:.2f}" for value in (row["float"], row["top1"], drop, row["agreement"])]
+        cells = [row["model"], f"`{row['run']}`", row["seed"], row["images"], *accuracy]
+        print(f"| {' | '.join(map(str, [*cells, round(row['seconds']), row['device']]))} |")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from aphq.quant.affine import fake_quantize
-from aphq.quant.quantizer import Quantizer
+from aphq.quant.quantizer import Quantizer, random_mask
 
 X = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
 
@@ -90,3 +90,12 @@ def test_scale_and_zero_point_are_its_state() -> None:
 
 def test_printing_tells_the_format() -> None:
     assert "3 bits, symmetric, scales (3, 1, 1)" in repr(Quantizer(3, True, (3, 1, 1)))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_random_mask_has_its_share_and_no_pattern(share: float) -> None:
+    torch.manual_seed(0)
+    mask = random_mask(torch.empty(64, 1001), share).float()
+    assert mask.mean().item() == pytest.approx(share, abs=0.01)
+    for shift in range(1, 9):  # bytes come eight to a draw: neighbours must not know of each other
+        assert (mask[:, shift:] * mask[:, :-shift]).mean().item() == pytest.approx(share**2, abs=0.01)

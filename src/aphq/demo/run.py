@@ -14,7 +14,7 @@ from aphq.engine.progress import Progress, clock
 from aphq.presets import preset, round_to_nearest
 from aphq.recipe import Recipe
 
-STEPS = 250  # per unit; enough here, and under three minutes on two cores
+STEPS = 100  # per unit; enough here, and under three minutes on two cores
 
 
 def demo_recipe(bits: str) -> Recipe:
@@ -22,9 +22,12 @@ def demo_recipe(bits: str) -> Recipe:
     recipe = preset(bits, "balanced")
     for path, value in {
         "steps": STEPS,
-        "scale_search.candidates": 48,
-        "scale_search.tokens": 1024,
-        "layernorm_reparameterisation.candidates": 48,
+        "importance.probes": 1,
+        "block_reconstruction.rounding_lr": 1e-2,  # few steps must be large ones
+        "scale_search.candidates": 32,
+        "scale_search.rounds": 1,
+        "scale_search.tokens": 512,
+        "layernorm_reparameterisation.candidates": 32,
     }.items():
         recipe = recipe.with_value(path, value)
     return recipe

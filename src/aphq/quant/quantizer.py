@@ -44,7 +44,7 @@ class Quantizer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.enabled:
             return x
-        keep = torch.empty_like(x, dtype=torch.bool).bernoulli_(self.share) if self.share < 1 else None
+        keep = random_mask(x, self.share) if self.share < 1 else None
         if keep is None and not torch.is_grad_enabled():
             return fake_quantize(x, self.scale, self.zero_point, self.bits)
         return fake_quantize_learned(x, self.scale, self.zero_point, self.bits, keep)
@@ -52,3 +52,10 @@ class Quantizer(nn.Module):
     def extra_repr(self) -> str:
         kind = "symmetric" if self.symmetric else "asymmetric"
         return f"{self.bits} bits, {kind}, scales {tuple(self.scale.shape)}"
+
+
+def random_mask(like: Tensor, share: float) -> Tensor:
+    """True with probability `share` (to 1/256), in the shape of `like`: one random byte per element, eight per draw,
+    because a draw per element would cost more than the quantizer itself."""
+    words = torch.empty(-(-like.numel() // 8), dtype=torch.long, device=like.device).random_(-(2**63), None)
+    return words.view(torch.uint8)[: like.numel()].view(like.shape) < min(255, round(256 * share))

@@ -21,7 +21,7 @@ from aphq.models.architecture import Unit
 from aphq.models.student import enable
 from aphq.quant.affine import SMALLEST_SCALE
 from aphq.quant.layers import QuantizedLayer
-from aphq.quant.quantizer import Quantizer
+from aphq.quant.quantizer import Quantizer, random_mask
 from aphq.quant.rounding import LearnedRounding
 from aphq.stages.distillation import distillation_loss
 from aphq.stages.importance import Importances
@@ -118,7 +118,7 @@ def _reconstruct(
         def forward(index: Tensor) -> Tensor:
             teacher = visit.teacher_in[index]
             quantized = visit.student_in[index] if visit.student_in is not visit.teacher_in else teacher
-            mix = torch.empty_like(teacher, dtype=torch.bool).bernoulli_(config.input_quantized_share)
+            mix = random_mask(teacher, config.input_quantized_share)
             return error_of(unit.run(work.student, torch.where(mix, quantized, teacher)), index)
 
         with torch.no_grad():
