@@ -66,10 +66,17 @@ def test_a_run_with_other_settings_is_refused_and_the_change_named(
 
 def test_a_folder_with_other_things_in_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    with folder(tmp_path) as run, pytest.raises(RunError, match=r"not empty and holds no run \(thesis.tex"):
-        run.claim(identity())
+    with pytest.raises(RunError, match=r"not empty and holds no run \(thesis.tex"):
+        RunFolder(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]  # nothing was left behind
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
-    assert not (tmp_path / "run.json").exists()
+
+
+def test_a_run_killed_before_it_wrote_its_identity_starts_over(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: half")
+    with folder(tmp_path) as run:
+        assert run.claim(identity()) is False
+    assert (tmp_path / "run.json").exists()
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
@@ -135,6 +142,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
 def test_events_are_lines_of_json_with_a_time(tmp_path: Path) -> None:
     for kind in ("started", "resumed"):
         with folder(tmp_path) as run:
+            run.claim(identity())
             run.event(kind, unit="blocks.0")
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(e["event"], e["unit"]) for e in lines] == [("started", "blocks.0"), ("resumed", "blocks.0")]

@@ -62,3 +62,5 @@ def _set_up_logging(verbose: bool) -> None:
     level = logging.DEBUG if verbose else logging.INFO
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("aphq").setLevel(level)
+    if not verbose:  # without a network it repeats itself for a minute; the one sentence at the end says it all
+        logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)

@@ -129,7 +129,8 @@ def _hold(lock: IO[str], path: Path) -> None:
 
 
 def _refuse_foreign(path: Path) -> None:
-    strangers = [p.name for p in path.iterdir() if not p.name.startswith(".")]
+    ours = {"recipe.yaml"}  # written just before run.json: a run may have been killed in between
+    strangers = [p.name for p in path.iterdir() if not p.name.startswith(".") and p.name not in ours]
     if strangers:
         names = ", ".join(sorted(strangers)[:3])
         raise RunError(f"{path} is not empty and holds no run ({names} ...); choose another folder")
