@@ -9,7 +9,7 @@ aph     the mean of ph over the samples (Eq. 8)
 fisher  diagonal of J^T F J, with F the Fisher matrix of the logits, by random probes
 
 Behind a LayerNorm the all-ones perturbation is invisible in exact arithmetic: what ph and aph measure in float32 is
-round-off, spread back through the network, which happens to follow the square root of the Fisher diagonal. `fisher`
+round-off, spread back through the network, which would follow the square root of the Fisher diagonal. `fisher`
 estimates that quantity on purpose, with seeded probes, for all units in the same few passes.
 """
 
