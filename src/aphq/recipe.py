@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 from aphq.errors import RecipeError
 from aphq.typed import TypedError, convert, from_plain, nearest, to_plain
@@ -149,7 +149,6 @@ Stage = MlpReconstruction | LayerNormReparameterisation | ScaleSearch | BlockRec
 STAGES: dict[str, type[Stage]] = {
     cls.NAME: cls for cls in (MlpReconstruction, LayerNormReparameterisation, ScaleSearch, BlockReconstruction)
 }
-R = TypeVar("R", bound="Recipe")
 
 
 @dataclass(frozen=True)
@@ -296,7 +295,7 @@ def _stage_from_dict(data: Any, index: int) -> Stage:
     return from_plain(STAGES[kind], data, where)
 
 
-def _replace(owner: R | Stage | Any, path: str, value: Any, whole: str) -> Any:
+def _replace(owner: Any, path: str, value: Any, whole: str) -> Any:
     from typing import get_type_hints
 
     head, _, rest = path.partition(".")

@@ -108,10 +108,8 @@ def _first_line(problem: Exception) -> str:
 def _load_strictly(model: nn.Module, state: dict[str, Tensor], path: str | Path) -> None:
     own = model.state_dict()
     missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    shapes = [f"{k} {tuple(state[k].shape)} instead of {tuple(own[k].shape)}" for k in own if k in state]
-    wrong = [
-        text for text, k in zip(shapes, [k for k in own if k in state], strict=True) if state[k].shape != own[k].shape
-    ]
+    differing = [k for k in own if k in state and state[k].shape != own[k].shape]
+    wrong = [f"{k} {tuple(state[k].shape)} instead of {tuple(own[k].shape)}" for k in differing]
     if missing or extra or wrong:
         parts = [
             f"{label} {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
