@@ -24,7 +24,11 @@ swin() { # JOBS RUNS...
 }
 
 runs=(w8a8:fast w6a6:fast "float:$paper" "w3a3:$paper" "w3a3:$paper:$qdrop" "w4a4:$paper")
-classifier deit_tiny_patch16_224 3 "${runs[@]}" &
-classifier vit_tiny_patch16_224 2 "${runs[@]}" &
+importances=()
+for kind in mse brecq ph fisher fisher:importance.power=1.0; do
+    importances+=("w3a3:$paper:importance.kind=$kind")
+done
+classifier deit_tiny_patch16_224 2 "${runs[@]}" "${importances[@]}" w3a3:paper &
+classifier vit_tiny_patch16_224 1 "${runs[@]}" &
 swin 1 "${runs[@]}" &
 wait

@@ -1,6 +1,7 @@
 """`aphq.quantize` as its callers know it: any data, any model they have, any recipe, and the model comes back whole."""
 
 import copy
+import json
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -236,6 +237,18 @@ def test_progress_is_reported_from_start_to_end(tiny_vit: nn.Module) -> None:
     assert list(noted.totals)[-4:] == [stage.NAME for stage in short().stages]
     stages = {stage.NAME for stage in short().stages}
     assert {k: noted.done[k] for k in stages} == {k: noted.totals[k] for k in stages}
+
+
+def test_the_events_tell_what_memory_each_stage_took(tiny_vit: nn.Module, tmp_path: Path) -> None:
+    aphq.quantize(tiny_vit, short(steps=1), pixels(), out=tmp_path / "run", device="cpu")
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    finished = [event for event in events if event["event"] == "stage_finished"]
+    assert [event["stage"] for event in finished] == [stage.NAME for stage in short().stages]
+    for event in finished:
+        if Path("/proc/self/status").exists():
+            assert 50 * 2**20 < event["memory"]["host"] < 2**40, "torch alone takes so much"
+        assert "gpu" not in event["memory"]
+        assert event["cached"]["host"] > 0
 
 
 def test_the_public_names_are_there() -> None:

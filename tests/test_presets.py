@@ -4,7 +4,7 @@ import pytest
 
 from aphq.errors import RecipeError
 from aphq.presets import PRESETS, Effort, preset, round_to_nearest
-from aphq.recipe import Recipe, ScaleSearch
+from aphq.recipe import LayerNormReparameterisation, Recipe, ScaleSearch
 
 
 @pytest.mark.parametrize("effort", get_args(Effort))
@@ -21,6 +21,14 @@ def test_efforts_differ_in_work() -> None:
     assert "block_reconstruction" not in stages["fast"]
     assert 0 < stages["balanced"]["block_reconstruction"].steps < stages["paper"]["block_reconstruction"].steps
     assert preset("w4a4", "paper").calibration.augment
+
+
+def test_attention_values_are_reparameterised_but_for_the_published_recipe() -> None:
+    values = {}
+    for effort in get_args(Effort):
+        (stage,) = (s for s in preset("w4a4", effort).stages if isinstance(s, LayerNormReparameterisation))
+        values[effort] = stage.values
+    assert values == {"fast": True, "balanced": True, "paper": False}
 
 
 def test_gelu_stays_where_activations_have_levels_enough() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,9 @@ from aphq.artifact.saving import CONFIG, Sizes, save
 from aphq.data import CalibrationSet, Labelled, Preprocessing, as_labelled, load_calibration
 from aphq.engine.folder import RunFolder
 from aphq.engine.loop import matmul_precision
+from aphq.engine.memory import PeakMemory
 from aphq.engine.progress import Progress, clock
+from aphq.engine.ranks import Ranks
 from aphq.engine.store import Store
 from aphq.engine.workspace import Workspace
 from aphq.errors import ModelError, RecipeError
@@ -120,34 +123,38 @@ def quantize(
     out: the run folder; a run that was stopped goes on when called again. None keeps everything in memory.
     val: labelled images to measure float and quantized accuracy on.
     """
-    progress = progress or Progress()
     chosen = resolve_recipe(recipe, effort)
     target = resolve_device(device)
+    ranks = Ranks.join(target)
+    progress = progress if progress is not None and ranks.first else Progress()
     teacher, architecture, units = _prepare_model(model, weights, target)
     preprocessing = preprocessing or Preprocessing.of_model(teacher)
     _probe(teacher, units, preprocessing, target)
     labelled = None if val is None else as_labelled(val, _classes(teacher))
     images = _load_images(data, preprocessing, chosen, progress)
 
-    folder = RunFolder(None if out is None else Path(out))
+    folder = RunFolder(None if out is None else Path(out), writes=ranks.first)
     try:
         sha = model_fingerprint(teacher, architecture)
         identity = {"recipe": chosen.to_dict(), "model": sha, "images": images.fingerprint, "aphq": __version__}
-        resumed = folder.claim(identity)
+        resumed = ranks.decide(folder.claim(identity))
         folder.event("resumed" if resumed else "started", device=str(target), images=len(images))
         run = Run(teacher, chosen, folder.path, resumed=resumed)
-        if resumed and folder.path is not None and (folder.path / CONFIG).exists():
+        if ranks.decide(resumed and folder.path is not None and (folder.path / CONFIG).exists()):
+            assert folder.path is not None
             run.model = load(folder.path, target)
             run.recall(folder.earlier_result())
             log.info("%s is finished already; nothing to redo", folder.path)
         else:
             store = _store(target, folder, gpu_memory_gb, host_memory_gb)
             student = make_student(teacher, architecture, units, chosen).to(target)
-            work = Workspace(teacher, student, units, images, chosen, target, store, folder, progress)
+            work = Workspace(teacher, student, units, images, chosen, target, store, folder, progress, ranks)
             run.seconds = _run_stages(work)
             finalise(student)
             attach(student, _info(teacher, student, architecture, units, chosen, preprocessing, sha))
             run.model = student
+        if not ranks.first:
+            return run
         if folder.path is not None:
             run.sizes = save(run.model, folder.path)
             _verify(run, preprocessing, target)
@@ -159,6 +166,7 @@ def quantize(
         return run
     finally:
         folder.close()
+        ranks.leave()
 
 
 def evaluate(
@@ -194,6 +202,8 @@ def resolve_recipe(recipe: Recipe | str, effort: str) -> Recipe:
 def resolve_device(device: str | torch.device) -> torch.device:
     """A device that works, with its index; "auto" is the first GPU, or the CPU."""
     wanted = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if str(wanted) == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun: a GPU for each process
+        wanted = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         return torch.empty(0, device=wanted).device
     except (RuntimeError, AssertionError) as problem:
@@ -271,12 +281,17 @@ def _run_stages(work: Workspace) -> dict[str, float]:
     seconds = {}
     for stage in work.recipe.stages:
         work.folder.event("stage_started", stage=stage.NAME)
-        started = time.monotonic()
+        started, memory = time.monotonic(), PeakMemory(work.device)
         with matmul_precision("highest"):  # importance by perturbation lives in the last bits
             RUN_STAGE[type(stage)](work, stage)
         seconds[stage.NAME] = time.monotonic() - started
-        peak = {f"{tier}_bytes": size for tier, size in work.store.peak.items() if size}
-        work.folder.event("stage_finished", stage=stage.NAME, seconds=round(seconds[stage.NAME], 3), cached=peak)
+        work.folder.event(
+            "stage_finished",
+            stage=stage.NAME,
+            seconds=round(seconds[stage.NAME], 3),
+            memory=memory.read(),
+            cached={tier: size for tier, size in work.store.peak.items() if size},
+        )
     return seconds
 
 

@@ -63,12 +63,13 @@ def _stages(weight_bits: int, activation_bits: int, effort: str) -> tuple[Stage,
     search, blocks = ScaleSearch(), BlockReconstruction()
     if effort == "fast":
         search = replace(search, candidates=48, rounds=1, tokens=1024, outlier_candidates=16)
-        return LayerNormReparameterisation(images=64, candidates=48), replace(search, images=64)
+        return LayerNormReparameterisation(images=64, candidates=48, values=True), replace(search, images=64)
     if effort == "balanced":
         importance = Importance(kind="fisher")
         steps = 1000 if min(weight_bits, activation_bits) <= LOW_BITS else 300
         mlp = replace(mlp, steps=steps, importance=importance)
         search = replace(search, outlier_candidates=16)
         blocks = replace(blocks, steps=steps, importance=importance)
-    stages = (mlp, LayerNormReparameterisation(), search, blocks)
+    norms = LayerNormReparameterisation(values=effort != "paper")
+    stages = (mlp, norms, search, blocks)
     return stages if activation_bits <= LOW_BITS else stages[1:]

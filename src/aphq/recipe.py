@@ -98,6 +98,7 @@ class LayerNormReparameterisation:
     kind: Literal["layernorm_reparameterisation"] = "layernorm_reparameterisation"
     images: int = 128
     candidates: int = 128
+    values: bool = False  # the same for the channels of the attention values, undone in the projection
     NAME: ClassVar[str] = "layernorm_reparameterisation"
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aphq.engine.loop import Group, Loop, Now, constant, cosine, draw_samples, matmul_precision
+from aphq.engine.loop import Group, Loop, Now, constant, cosine, draw_samples, matmul_precision, run_together, thin
 
 CPU = torch.device("cpu")
 STEPS, BATCH = 60, 8
@@ -33,7 +33,7 @@ def run(steps: int = STEPS, rate: float = 0.1) -> tuple[Tensor, Tensor, Tensor]:
 
     groups = [Group([weight], cosine(rate, steps)), Group([bias], constant(rate / 2, steps))]
     schedules = {"penalty": torch.linspace(0, 1, steps)}
-    losses = Loop(loss_of, groups, samples(steps), CPU, schedules).run()
+    losses = Loop(loss_of, groups, samples(steps), CPU, schedules).run().losses
     return weight.detach(), bias.detach(), losses
 
 
@@ -77,7 +77,7 @@ def test_work_after_each_step_sees_the_new_parameters() -> None:
     loop = Loop(
         lambda *_: parameter.sum(), [Group([parameter], constant(1.0, 5))], samples(5), CPU, after_step=keep_positive
     )
-    losses = loop.run()
+    losses = loop.run().losses
     assert parameter.item() == 0.5
     assert losses.tolist() == [1.0, 0.5, 0.5, 0.5, 0.5]
 
@@ -87,7 +87,7 @@ def test_reports_add_up_to_the_steps(steps: int) -> None:
     parameter = torch.ones(1, requires_grad=True)
     reports: list[int] = []
     loop = Loop(lambda *_: parameter.sum(), [Group([parameter], constant(0.1, steps))], samples(steps), CPU)
-    assert len(loop.run(reports.append)) == steps
+    assert len(loop.run(reports.append).losses) == steps
     assert sum(reports) == steps
     assert all(n > 0 for n in reports)
 
@@ -95,7 +95,7 @@ def test_reports_add_up_to_the_steps(steps: int) -> None:
 def test_no_steps_change_nothing() -> None:
     parameter = torch.ones(1, requires_grad=True)
     loop = Loop(lambda *_: parameter.sum(), [Group([parameter], constant(0.1, 0))], samples(0), CPU)
-    assert loop.run().numel() == 0
+    assert loop.run().losses.numel() == 0
     assert parameter.item() == 1
 
 
@@ -141,6 +141,47 @@ def test_precision_is_as_before_after_the_block_even_after_an_error() -> None:
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
 
 
+def test_a_thinned_curve_keeps_the_mean_of_equal_stretches() -> None:
+    assert thin(torch.tensor([1.0, 3.0, 5.0, 7.0]), points=2) == [2.0, 6.0]
+    assert thin(torch.empty(0)) == []
+    assert len(thin(torch.rand(20_000))) == 200
+
+
+def test_loops_run_together_end_where_they_end_alone() -> None:
+    def loop(target: float) -> tuple[Loop, Tensor]:
+        parameter = torch.zeros(1, requires_grad=True)
+        group = Group([parameter], cosine(0.1, STEPS))
+        return Loop(lambda *_: (parameter - target).square().sum(), [group], samples(), CPU), parameter
+
+    alone = []
+    for target in (1.0, -2.0):
+        single, parameter = loop(target)
+        single.run()
+        alone.append(parameter.detach())
+    both = [loop(1.0), loop(-2.0)]
+    reports: list[int] = []
+    curves = run_together([pair[0] for pair in both], reports.append)
+    assert [pair[1].detach() for pair in both] == alone
+    assert sum(reports) == 2 * STEPS
+    for curve in curves:
+        assert curve.together == 2
+        assert curve.milliseconds is not None
+        assert curve.milliseconds > 0
+        assert set(curve.to_dict()) == {"losses", "step_ms", "together"}
+
+
+def test_the_clock_counts_the_steps() -> None:
+    clock, seen = torch.full((1,), 7), []
+    parameter = torch.ones(1, requires_grad=True)
+
+    def loss_of(*_: object) -> Tensor:
+        seen.append(clock.item())
+        return parameter.sum()
+
+    Loop(loss_of, [Group([parameter], constant(0.1, 3))], samples(3), CPU, clock=clock).run()
+    assert seen == [0, 1, 2]
+
+
 @pytest.mark.gpu
 def test_a_recorded_step_does_what_an_eager_one_does() -> None:
     device = torch.device("cuda")
@@ -154,6 +195,6 @@ def test_a_recorded_step_does_what_an_eager_one_does() -> None:
 
         schedules = {"factor": torch.linspace(1, 2, STEPS)}
         loop = Loop(loss_of, [Group([weight], cosine(0.1, STEPS))], samples(), device, schedules, capture=capture)
-        results.append((loop.run(), weight.detach().cpu()))
+        results.append((loop.run().losses, weight.detach().cpu()))
     for recorded, eager in zip(*results, strict=True):
         torch.testing.assert_close(recorded, eager, rtol=1e-5, atol=1e-6)

@@ -46,6 +46,27 @@ def test_what_does_not_fit_any_more_goes_to_disk_and_space_is_given_back(tmp_pat
     assert torch.equal(first[0:10], ROWS)
 
 
+def test_room_shrinks_with_what_is_kept_and_comes_back(tmp_path: Path) -> None:
+    space = store(3 * BYTES, tmp_path)
+    assert space.room("host") == 3 * BYTES
+    first, second = filled(space), filled(space)
+    assert first.nbytes == BYTES
+    assert space.room("host") == BYTES
+    large = space.allocate((2, *ROWS.shape))
+    assert large.tier == "disk"
+    assert large.nbytes == 2 * BYTES
+    assert space.room("host") == BYTES, "what lies on disk takes no room here"
+    del first, second
+    gc.collect()
+    assert space.room("host") == 3 * BYTES
+
+
+def test_a_tier_that_is_not_there_has_no_room() -> None:
+    space = store(BYTES)
+    assert space.room("gpu") == 0
+    assert space.room("disk") == 0, "nobody has measured the disk"
+
+
 def test_rows_on_disk_leave_no_file_behind(tmp_path: Path) -> None:
     rows = filled(store(0, tmp_path))
     assert not list(tmp_path.iterdir())

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -45,6 +46,27 @@ def test_walking_one_model_may_take_fewer_images(tiny_vit: nn.Module) -> None:
     work = workspace(tiny_vit)
     assert all(len(rows) == 6 for _, rows in work.walk_one(work.teacher, 6))
     assert all(len(rows) == 16 for _, rows in work.walk_one(work.teacher, 600))
+
+
+@pytest.mark.parametrize("family", ["tiny_vit", "tiny_swin"])
+def test_the_teachers_logits_are_computed_once(request: pytest.FixtureRequest, family: str) -> None:
+    work = workspace(request.getfixturevalue(family), short(calibration__batch=5))
+    passed: list[int] = []
+    embed = work.teacher.get_submodule("patch_embed")
+    handle = embed.register_forward_pre_hook(lambda _, inputs: passed.append(len(inputs[0])))
+    first, again = work.teacher_logits, work.teacher_logits
+    handle.remove()
+    assert sum(passed) == 16
+    assert again is first
+    torch.testing.assert_close(first[slice(None)], work.teacher(all_images(work)), rtol=1e-4, atol=1e-5)
+    index = torch.tensor([7, 0])
+    assert torch.equal(first[index], first[slice(None)][index])
+
+
+@pytest.mark.parametrize("batch", [1, 5, 64])
+def test_on_the_cpu_every_pass_has_the_recipes_batch(tiny_vit: nn.Module, batch: int) -> None:
+    work = workspace(tiny_vit, short(calibration__batch=batch))
+    assert work.pass_batch == work.batch == batch
 
 
 def test_image_rows_end_where_they_should(tiny_vit: nn.Module) -> None:

@@ -1,3 +1,5 @@
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -106,6 +108,16 @@ def test_infinity_saturates() -> None:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Chosen:
+    """Drops that are known."""
+
+    mask: Tensor
+
+    def kept(self, like: Tensor) -> Tensor:
+        return self.mask
+
+
 def straight_through(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int, keep: Tensor | None) -> Tensor:
     """What `fake_quantize_learned` means, left to autograd: rounding has slope one, clamping cuts."""
     v = x / scale
@@ -130,7 +142,9 @@ def test_gradients_are_those_of_a_straight_through_estimator(
     found, wanted = [], []
     for function, results in ((fake_quantize_learned, found), (straight_through, wanted)):
         xs, scales = x.clone().requires_grad_(), scale.clone().requires_grad_()
-        y = function(xs, scales, zero_point, bits, keep)
+        y = function(
+            xs, scales, zero_point, bits, keep if function is straight_through or keep is None else Chosen(keep)
+        )
         results += [y.detach(), *torch.autograd.grad((y * weight).sum(), (xs, scales))]
     for mine, reference in zip(found, wanted, strict=True):
         assert mine.shape == reference.shape

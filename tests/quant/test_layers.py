@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,6 +149,7 @@ def test_baking_keeps_the_learned_rounding() -> None:
     layer.rounding = LearnedRounding(layer.weight, layer.weight_quantizer)
     layer.rounding.alpha.data = -10 * layer.rounding.alpha.data.sign()  # the other way than the nearest
     with torch.no_grad():
+        layer.rounding.soften(torch.tensor(2.0))
         before = layer(x)
         layer.bake()
         assert layer.rounding is None
@@ -181,6 +184,82 @@ def test_a_layer_is_a_matrix_product_of_its_rows(layer: QuantizedLayer, x: Tenso
 def test_a_grouped_convolution_has_no_matrix() -> None:
     with pytest.raises(NotImplementedError, match="grouped"):
         QuantizedConv2d(nn.Conv2d(4, 4, 3, groups=4), None, None).as_matrix(torch.randn(1, 4, 8, 8))
+
+
+def learning(source: nn.Conv2d) -> tuple[QuantizedConv2d, LearnedRounding]:
+    """A convolution with soft weights, none of them on the grid."""
+    layer = QuantizedConv2d(source, fitted(source.weight, 4, False, (len(source.weight), 1, 1, 1), False), None)
+    assert layer.weight_quantizer is not None
+    rounding = LearnedRounding(layer.weight, layer.weight_quantizer)
+    rounding.soften(torch.tensor(2.0))
+    layer.rounding = rounding
+    return layer, rounding
+
+
+def convolved(layer: QuantizedConv2d, x: Tensor) -> tuple[Tensor, int]:
+    """What the layer says, and how often it asked torch's convolution."""
+    asked, original = 0, F.conv2d
+
+    def counted(*arguments: Any) -> Tensor:
+        nonlocal asked
+        asked += 1
+        return original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "conv2d", counted)
+        return layer(x), asked
+
+
+def reference(layer: QuantizedConv2d, weight: Tensor, x: Tensor) -> Tensor:
+    return F.conv2d(x, weight, layer.bias, layer.stride, layer.padding, layer.dilation, layer.groups)  # type: ignore[arg-type]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.tuples(*[st.integers(1, 4)] * 6), st.booleans(), st.sampled_from([0, "valid"]), seeds)
+def test_while_it_learns_a_patch_convolution_is_a_matrix_product(
+    sizes: tuple[int, ...], bias: bool, padding: int | str, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    inputs, outputs, height, width, rows, columns = sizes
+    patch = (height, width)
+    layer, rounding = learning(nn.Conv2d(inputs, outputs, patch, patch, padding, bias=bias))
+    x = torch.randn(2, inputs, rows * height, columns * width)
+    out, asked = convolved(layer, x)
+    assert asked == 0
+    expected = reference(layer, rounding(), x)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    direction = torch.randn_like(out)
+    grads = [torch.autograd.grad(y, rounding.alpha, direction, retain_graph=True)[0] for y in (out, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("source", "size"),
+    [
+        (nn.Conv2d(3, 4, 4, 2), (8, 8)),  # overlapping
+        (nn.Conv2d(3, 4, 2, 4), (8, 8)),  # with gaps
+        (nn.Conv2d(3, 4, (2, 4), (4, 2)), (8, 8)),
+        (nn.Conv2d(3, 4, 4, 4, padding=2), (8, 8)),
+        (nn.Conv2d(3, 4, 1, 1, padding=(0, 1)), (8, 8)),
+        (nn.Conv2d(3, 4, 3, padding="same"), (9, 9)),
+        (nn.Conv2d(4, 4, 2, 2, groups=2), (8, 8)),
+        (nn.Conv2d(3, 4, 2, 2, dilation=2), (8, 8)),
+        (nn.Conv2d(3, 4, 4, 4), (10, 8)),  # some of the image is left over
+        (nn.Conv2d(3, 4, 4, 4), (8, 11)),
+    ],
+)
+def test_any_other_convolution_stays_one(source: nn.Conv2d, size: tuple[int, int]) -> None:
+    layer, rounding = learning(source)
+    x = torch.randn(2, source.in_channels, *size)
+    out, asked = convolved(layer, x)
+    assert asked == 1
+    assert torch.equal(out, reference(layer, rounding(), x))
+
+
+def test_a_patch_convolution_that_does_not_learn_stays_one() -> None:
+    layer, _ = learning(nn.Conv2d(3, 4, 4, 4))
+    layer.rounding = None
+    assert convolved(layer, torch.randn(2, 3, 8, 8))[1] == 1
 
 
 def test_a_product_is_active_when_quantized_or_watched() -> None:

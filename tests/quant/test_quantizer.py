@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from aphq.quant.affine import fake_quantize
-from aphq.quant.quantizer import Quantizer, random_mask
+from aphq.quant.drop import Drop
+from aphq.quant.quantizer import Quantizer
 
 X = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
 
@@ -67,7 +68,7 @@ def test_the_scale_learns_when_asked() -> None:
 @pytest.mark.parametrize("gradients", [False, True])
 def test_dropping_leaves_each_element_in_float_or_on_the_grid(gradients: bool) -> None:
     quantizer = calibrated()
-    quantizer.share = 0.25
+    quantizer.drop = Drop(0.25, 1, torch.zeros(1, dtype=torch.long))
     x = torch.rand(100, 100)
     full = fake_quantize(x, quantizer.scale.data, quantizer.zero_point, 4)
     torch.manual_seed(0)
@@ -92,10 +93,21 @@ def test_printing_tells_the_format() -> None:
     assert "3 bits, symmetric, scales (3, 1, 1)" in repr(Quantizer(3, True, (3, 1, 1)))
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_random_mask_has_its_share_and_no_pattern(share: float) -> None:
-    torch.manual_seed(0)
-    mask = random_mask(torch.empty(64, 1001), share).float()
-    assert mask.mean().item() == pytest.approx(share, abs=0.01)
-    for shift in range(1, 9):  # bytes come eight to a draw: neighbours must not know of each other
-        assert (mask[:, shift:] * mask[:, :-shift]).mean().item() == pytest.approx(share**2, abs=0.01)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_it_can_take_over_the_relu_before_it(gradients: bool) -> None:
+    quantizer = calibrated(shape=(3, 1, 1))
+    with torch.set_grad_enabled(gradients):
+        apart = quantizer(X.relu())
+        quantizer.relu = True
+        assert torch.equal(quantizer(X), apart)
+
+
+def test_learning_means_on_with_gradients_and_something_to_learn() -> None:
+    quantizer = calibrated()
+    assert not quantizer.learning
+    quantizer.scale.requires_grad_(True)
+    assert quantizer.learning
+    with torch.no_grad():
+        assert not quantizer.learning
+    quantizer.enabled = False
+    assert not quantizer.learning

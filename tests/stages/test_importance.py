@@ -1,18 +1,24 @@
 """Importance maps, and what is known of them: which are exact, which are round-off, and what they estimate."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import aphq
+from aphq.engine.folder import RunFolder
+from aphq.engine.hooks import change_outputs
+from aphq.engine.seeds import generator_for
 from aphq.engine.workspace import Visit, Workspace
 from aphq.models.architecture import run_units
 from aphq.models.student import enable
 from aphq.recipe import Importance
 from aphq.stages.distillation import distillation_loss
-from aphq.stages.importance import ImportanceMap, Importances, fisher_probe, normalised
+from aphq.stages.importance import ImportanceMap, Importances, fisher_diagonals, fisher_probe, normalised
 from aphq.stages.scale_search import search_scales
 
 from ..runs import all_images, pixels, short, workspace
@@ -26,7 +32,7 @@ def visit_of(work: Workspace, name: str) -> Visit:
 
 
 def map_at(work: Workspace, site: str, unit: str | None = None, **config: Any) -> ImportanceMap:
-    importances = Importances(work, Importance(**config), STAGE, [site])
+    importances = Importances(work, Importance(**config))
     return importances.at(site, visit_of(work, unit or site))
 
 
@@ -177,9 +183,100 @@ def test_the_batch_size_changes_a_fisher_map_only_by_chance(tiny_vit: nn.Module)
     assert rank_correlation(found(3, **many), found(8, **many)) > 0.95
 
 
+def diagonal_by_hand(work: Workspace, config: Importance, site: str) -> Tensor:
+    """The same probes, but no other site in the graph."""
+    generator, total = generator_for(work.recipe.seed, "fisher"), torch.zeros(())
+    for images in all_images(work).split(work.batch):
+        leaf: list[Tensor] = []
+
+        def change(_: str, output: Tensor, leaf: list[Tensor] = leaf) -> Tensor:
+            leaf.append(output.detach().requires_grad_())
+            return leaf[0]
+
+        with change_outputs({site: work.teacher.get_submodule(site)}, change):
+            logits = work.teacher(images)
+        for _ in range(config.probes):
+            direction = fisher_probe(logits.detach() / config.temperature, generator)
+            (grad,) = torch.autograd.grad(logits, leaf[0], direction, retain_graph=True)
+            total = total + grad.square().sum(0, keepdim=True)
+    return total / len(work.images)
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments"), [("vit", {}), ("vit", {"init_values": 0.5}), ("distilled", {}), ("swin", {})]
+)
+def test_every_site_gets_what_it_would_get_alone(
+    request: pytest.FixtureRequest, family: str, arguments: dict[str, Any]
+) -> None:
+    work = workspace(request.getfixturevalue(family)(**arguments), images=pixels(12))
+    config = Importance(kind="fisher", probes=2)
+    found = fisher_diagonals(work, config)
+    assert set(found) == {s for unit in work.units for s in (unit.name, unit.mlp) if s and s != "head"}
+    for site, diagonal in found.items():
+        torch.testing.assert_close(diagonal, diagonal_by_hand(work, config, site), rtol=1e-3, atol=1e-12, msg=site)
+
+
+def test_behind_a_layer_scale_an_mlp_matters_by_its_square(vit: Build) -> None:
+    """Without one, output and block output get the same gradient, as one tensor that nobody may change."""
+    scaled, plain = (workspace(vit(init_values=value), images=pixels(8)) for value in (0.5, None))
+    config = Importance(kind="fisher", probes=1)
+    found = fisher_diagonals(scaled, config)
+    for block in ("blocks.0", "blocks.1"):
+        gamma = scaled.teacher.get_parameter(f"{block}.ls2.gamma")
+        torch.testing.assert_close(found[f"{block}.mlp"], found[block] * gamma.square(), rtol=1e-4, atol=0)
+        assert not torch.allclose(found[f"{block}.mlp"], found[block])
+    found = fisher_diagonals(plain, config)
+    for block in ("blocks.0", "blocks.1"):
+        torch.testing.assert_close(found[f"{block}.mlp"], found[block], rtol=1e-6, atol=0)
+
+
+def no_probe(*_: object) -> Tensor:
+    raise AssertionError("a backward pass")
+
+
+def test_fisher_diagonals_are_read_back_from_the_run_folder(
+    tiny_vit: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Importance(kind="fisher", probes=2)
+    folder = RunFolder(tmp_path)
+
+    def ask(config: Importance) -> dict[str, Tensor]:
+        work = workspace(tiny_vit, images=pixels(8))
+        work.folder = folder
+        return fisher_diagonals(work, config)
+
+    first = ask(config)
+    monkeypatch.setattr("aphq.stages.importance.fisher_probe", no_probe)
+    for again in (ask(config), ask(replace(config, power=0.7))):  # the power comes later
+        assert again.keys() == first.keys()
+        assert all(torch.equal(again[site], first[site]) for site in first)
+    for other in (replace(config, probes=3), replace(config, temperature=5.0)):
+        with pytest.raises(AssertionError, match="a backward pass"):
+            ask(other)
+    folder.close()
+
+
+def test_the_stages_of_a_run_share_their_fisher_diagonals(
+    tiny_vit: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def counted(logits: Tensor, generator: torch.Generator) -> Tensor:
+        asked.append(len(logits))
+        return fisher_probe(logits, generator)
+
+    monkeypatch.setattr("aphq.stages.importance.fisher_probe", counted)
+    recipe = short(steps=1)
+    kinds = [recipe.stage(name).importance for name in ("mlp_reconstruction", STAGE)]  # type: ignore[union-attr]
+    assert kinds[0] == kinds[1]
+    assert kinds[0].kind == "fisher"
+    aphq.quantize(tiny_vit, recipe, pixels(16), out=tmp_path / "run", device="cpu")
+    assert sum(asked) == 16 * kinds[0].probes
+
+
 def test_all_sites_of_a_stage_get_what_each_alone_would(tiny_vit: nn.Module) -> None:
     work = workspace(tiny_vit, images=pixels(8))
-    together = Importances(work, Importance(kind="fisher"), STAGE, ["blocks.0", "blocks.1"])
+    together = Importances(work, Importance(kind="fisher"))
     for site in ("blocks.0", "blocks.1"):
         alone = values_of(map_at(work, site, kind="fisher"))
         both = values_of(together.at(site, visit_of(work, site)))

@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from aphq.engine.folder import RunFolder
 from aphq.engine.hooks import watch_inputs
 from aphq.engine.workspace import Workspace
-from aphq.stages.mlp_reconstruction import reconstruct_mlps, thin
+from aphq.stages.mlp_reconstruction import reconstruct_mlps, relu_and_clamped
 
 from ..runs import all_images, pixels, short, workspace
 
@@ -100,7 +102,14 @@ def test_no_step_leaves_the_weights(tiny_vit: nn.Module) -> None:
     )
 
 
-def test_a_thinned_curve_keeps_the_mean_of_equal_stretches() -> None:
-    assert thin(torch.tensor([1.0, 3.0, 5.0, 7.0]), points=2) == [2.0, 6.0]
-    assert thin(torch.empty(0)) == []
-    assert len(thin(torch.rand(20_000))) == 200
+@settings(deadline=None, max_examples=50)
+@given(st.floats(0.01, 4), st.sampled_from([(7,), (3, 5), (2, 3, 4)]), st.integers(0, 10**6))
+def test_the_plain_activation_and_the_clamped_one_come_together(
+    bound: float, shape: tuple[int, ...], seed: int
+) -> None:
+    x = (2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).requires_grad_()
+    out = relu_and_clamped(x, bound)
+    assert torch.equal(out, torch.stack([x.clamp_min(0), x.clamp(0, bound)]))
+    for part, passes in ((out[0], x > 0), (out[1], (x > 0) & (x <= bound))):
+        (grad,) = torch.autograd.grad(part.sum(), x, retain_graph=True)
+        assert torch.equal(grad, passes.float()), "what is cut off learns nothing"

@@ -73,7 +73,7 @@ def quantize(
 ) -> None:
     """Quantize a model and write the run folder."""
     from aphq.cli.console import open_progress
-    from aphq.cli.options import recipe_from
+    from aphq.cli.options import is_first_process, recipe_from
 
     recipe = recipe_from(bits, effort, seed, images, parse_changes(set_), without)
     from aphq.api import quantize as run_quantize
@@ -93,7 +93,8 @@ def quantize(
             val_limit=val_limit,
             progress=progress,
         )
-    _say(run.to_dict() if as_json else run.summary())
+    if is_first_process():
+        _say(run.to_dict() if as_json else run.summary())
 
 
 @app.command(name="eval")

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import typer
 
+from aphq.cli.options import is_first_process
+
 F = TypeVar("F", bound=Callable[..., None])
 USER_ERROR, INTERRUPTED = 1, 130
 
@@ -59,7 +61,7 @@ def _fail(message: str, code: int) -> None:
 
 
 def _set_up_logging(verbose: bool) -> None:
-    level = logging.DEBUG if verbose else logging.INFO
+    level = logging.DEBUG if verbose else logging.INFO if is_first_process() else logging.ERROR
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("aphq").setLevel(level)
     if not verbose:  # without a network it repeats itself for a minute; the one sentence at the end says it all

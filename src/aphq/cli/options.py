@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from aphq.errors import RecipeError
@@ -55,3 +56,8 @@ def recipe_from(
     for name, value in changes.items():
         recipe = recipe.with_value(name, value)
     return recipe
+
+
+def is_first_process() -> bool:
+    """Of those that `torchrun` started; the others keep quiet."""
+    return os.environ.get("RANK", "0") == "0"

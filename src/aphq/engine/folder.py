@@ -26,12 +26,13 @@ NOT_IDENTITY = ("aphq",)  # may differ between the start and the continuation
 
 
 class RunFolder:
-    """A folder held by one process; `path=None` keeps nothing, for runs that live in memory."""
+    """A folder held by one process; `path=None` keeps nothing, for runs that live in memory. A process that only helps
+    with a run (`writes=False`) reads the other's checkpoints."""
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
+    def __init__(self, path: Path | None, writes: bool = True) -> None:
+        self.path, self.writes = path, writes and path is not None
         self._lock: IO[str] | None = None
-        if path is not None:
+        if path is not None and writes:
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 if not (path / "run.json").exists():
@@ -47,7 +48,7 @@ class RunFolder:
 
     def claim(self, identity: dict[str, Any]) -> bool:
         """Bind the folder to what this run is, or check that it already is; True if an earlier run goes on."""
-        if self.path is None:
+        if self.path is None or not self.writes:
             return False
         record = self.path / "run.json"
         if not record.exists():
@@ -70,7 +71,7 @@ class RunFolder:
         return True
 
     def event(self, kind: str, **values: Any) -> None:
-        if self.path is not None:
+        if self.path is not None and self.writes:
             line = json.dumps({"time": round(time.time(), 3), "event": kind, **values})
             try:
                 with open(self.path / "events.jsonl", "a", encoding="utf-8") as handle:
@@ -79,12 +80,15 @@ class RunFolder:
                 raise RunError(f"cannot write to {self.path}: {problem}; finished units are intact") from None
 
     def save(self, stage: str, unit: str, tensors: Mapping[str, Tensor]) -> None:
-        if self.path is not None:
+        if self.writes:
             write_tensors(self._checkpoint(stage, unit), tensors)
+
+    def has(self, stage: str, unit: str) -> bool:
+        return self.path is not None and self._checkpoint(stage, unit).exists()
 
     def load(self, stage: str, unit: str) -> dict[str, Tensor] | None:
         """What `save` kept, or None."""
-        if self.path is None or not self._checkpoint(stage, unit).exists():
+        if not self.has(stage, unit):
             return None
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -104,12 +108,12 @@ class RunFolder:
         return found if isinstance(found, dict) else {}
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        if self.path is not None:
+        if self.path is not None and self.writes:
             write_json(self.path / "result.json", result)
 
     def drop_checkpoints(self) -> None:
         """The artifact holds all they held."""
-        if self.path is not None:
+        if self.path is not None and self.writes:
             shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
 
     def _checkpoint(self, stage: str, unit: str) -> Path:

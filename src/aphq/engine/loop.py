@@ -8,16 +8,23 @@ recorded once as a graph and replayed; elsewhere, or where recording fails, it r
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from aphq import kernels
+from aphq.engine.ranks import Ranks
+
 log = logging.getLogger(__name__)
 Now = Mapping[str, Tensor]  # the schedules' values at this step
 LossOf = Callable[[Tensor, Now], Tensor]  # (sample indices, now) -> loss
+LARGE = 16_384  # elements of a tensor that has a launch of its own
 WARMUP_STEPS = 3  # run as they are before recording, so that the optimiser has its state
 REPORT_EVERY = 50
 
@@ -41,79 +48,164 @@ class Loop:
     schedules: Mapping[str, Tensor] = field(default_factory=dict)  # each [steps]
     after_step: Callable[[], None] | None = None  # e.g. keep scales positive
     capture: bool = True
+    clock: Tensor | None = None  # [1], the number of the step, for whoever draws random numbers by it
+    ranks: Ranks = field(default_factory=Ranks)  # `loss_of` gets this process's share of a batch; losses add up
 
-    def run(self, report: Callable[[int], None] | None = None) -> Tensor:
-        """Returns the loss of every step, on the CPU; `report(n)` is called after every few steps."""
-        with matmul_precision("high"):  # TF32 where there is such a thing: steps are noisy enough not to notice
-            return self._run(report)
+    def run(self, report: Callable[[int], None] | None = None) -> Curve:
+        """Every step; `report(n)` is called after every few."""
+        return run_together([self], report)[0]
 
-    def _run(self, report: Callable[[int], None] | None) -> Tensor:
-        steps = self.samples.shape[0]
-        if steps == 0:
-            return torch.empty(0)
-        step = self._make_step(steps)
-        done, reported = 0, 0
-        if self.device.type == "cuda" and self.capture and steps > WARMUP_STEPS:
-            done, step = self._record(step)
-        while done < steps:
-            step()
-            done += 1
-            if report and (done % REPORT_EVERY == 0 or done == steps):
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
-                report(done - reported)
-                reported = done
-        return self._losses.cpu()
-
-    def _make_step(self, steps: int) -> Callable[[], None]:
-        device = self.device
-        self._losses = torch.zeros(steps, device=device)
-        samples = self.samples.to(device)
-        schedules = {name: table.to(device, torch.float32) for name, table in self.schedules.items()}
-        counter = torch.zeros(1, dtype=torch.long, device=device)
+    def prepare(self) -> Callable[[], None]:
+        """The program of one step. All that changes from step to step is one row of two tables."""
+        device, steps = self.device, self.samples.shape[0]
+        counter = torch.zeros(1, dtype=torch.long, device=device) if self.clock is None else self.clock.zero_()
         groups = [group for group in self.groups if len(group.parameters)]
-        rates = [group.learning_rate.to(device, torch.float32) for group in groups]
         parameters = [p for group in groups for p in group.parameters]
-        optimiser = torch.optim.Adam(
-            [{"params": list(g.parameters), "lr": rate[0].clone()} for g, rate in zip(groups, rates, strict=True)],
-            fused=True,
-            capturable=device.type == "cuda",
-        )
+        columns = [group.learning_rate for group in groups] + list(self.schedules.values())
+        table = torch.stack([column.float() for column in columns], dim=1).to(device)  # [steps, rates + schedules]
+        row = table[0].clone()
+        samples = self.samples[:, self.ranks.share_of(self.samples.shape[1])].to(device)
+        self.losses = torch.zeros(steps, device=device)
+        optimiser = Adam([(list(group.parameters), row[i]) for i, group in enumerate(groups)], counter)
+        now = {name: row[len(groups) + i] for i, name in enumerate(self.schedules)}
 
         def step() -> None:
-            for group, rate in zip(optimiser.param_groups, rates, strict=True):
-                group["lr"].copy_(rate.index_select(0, counter)[0])
-            now = {name: table.index_select(0, counter)[0] for name, table in schedules.items()}
+            row.copy_(table.index_select(0, counter)[0])
             loss = self.loss_of(samples.index_select(0, counter)[0], now)
-            for parameter, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                parameter.grad = grad
-            optimiser.step()
+            *grads, loss = self.ranks.add([*torch.autograd.grad(loss, parameters), loss.detach().reshape(1)])
+            optimiser.step(grads)
             with torch.no_grad():
                 if self.after_step:
                     self.after_step()
-                self._losses.index_copy_(0, counter, loss.detach().reshape(1))
+                self.losses.index_copy_(0, counter, loss)
                 counter.add_(1)
 
         return step
 
-    def _record(self, step: Callable[[], None]) -> tuple[int, Callable[[], None]]:
-        """Run the first steps, record one as a CUDA graph, and return how many were run and its replay."""
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARMUP_STEPS):
-                step()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                step()
-        except RuntimeError as problem:
-            reason = str(problem).split("\n")[0]
-            log.info("this step cannot be recorded as a CUDA graph (%s); running it as it is", reason)
-            torch.cuda.synchronize(self.device)
-            return WARMUP_STEPS, step
-        return WARMUP_STEPS, graph.replay
+
+class Adam:
+    """Adam over groups of (parameters, learning rate): large tensors by a kernel of ours where there is one."""
+
+    def __init__(self, groups: Sequence[tuple[list[Tensor], Tensor]], counter: Tensor) -> None:
+        self.counter = counter
+        self.parameters = [p for parameters, _ in groups for p in parameters]
+        rates = [rate for parameters, rate in groups for _ in parameters]
+        self.own = {i: (rates[i], *_zeros_like(p, 2)) for i, p in enumerate(self.parameters) if _has_kernel(p)}
+        rest = [{"params": [p for p in ps if not _has_kernel(p)], "lr": rate} for ps, rate in groups]
+        rest = [group for group in rest if group["params"]]
+        on_gpu = counter.device.type == "cuda"
+        self.rest = torch.optim.Adam(rest, fused=True, capturable=on_gpu) if rest else None
+
+    def step(self, grads: Sequence[Tensor]) -> None:
+        for i, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
+            if i in self.own:
+                from aphq.kernels.adam import adam_step
+
+                rate, mean, square = self.own[i]
+                adam_step(parameter.data, grad, mean, square, self.counter, rate)
+            else:
+                parameter.grad = grad
+        if self.rest is not None:
+            self.rest.step()
+
+
+def _has_kernel(parameter: Tensor) -> bool:
+    return kernels.usable(parameter) and parameter.numel() >= LARGE and parameter.is_contiguous()
+
+
+def _zeros_like(x: Tensor, count: int) -> list[Tensor]:
+    return [torch.zeros_like(x, requires_grad=False) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a loop leaves behind: the loss of every step, and how long a step took."""
+
+    losses: Tensor  # [steps], on the CPU
+    milliseconds: float | None  # per step, warm-up and recording left out; of all loops that ran together
+    together: int = 1  # how many loops shared these steps
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the log of a run."""
+        step = None if self.milliseconds is None else round(self.milliseconds, 4)
+        return {"losses": thin(self.losses), "step_ms": step, "together": self.together}
+
+
+def thin(losses: Tensor, points: int = 200) -> list[float]:
+    """A loss curve short enough for a log: means over equal stretches."""
+    chunks = losses.double().tensor_split(min(points, max(1, len(losses)))) if len(losses) else ()
+    return [float(f"{chunk.mean().item():.5g}") for chunk in chunks]
+
+
+def run_together(loops: Sequence[Loop], report: Callable[[int], None] | None = None) -> list[Curve]:
+    """Independent loops of equal length, step by step side by side: small ones leave most of a GPU idle alone."""
+    steps, device = loops[0].samples.shape[0], loops[0].device
+    if steps == 0:
+        return [Curve(torch.empty(0), None) for _ in loops]
+    with matmul_precision("high"):  # TF32 where there is such a thing: steps are noisy enough not to notice
+        every = [loop.prepare() for loop in loops]
+        done, reported = 0, 0
+        if device.type == "cuda" and steps > WARMUP_STEPS and all(loop.capture for loop in loops):
+            done, step = _record(every, device)
+        else:
+            step = partial(_all, every)
+        started, first = _now(device), done
+        while done < steps:
+            step()
+            done += 1
+            if report and (done % REPORT_EVERY == 0 or done == steps):
+                _now(device)
+                report((done - reported) * len(loops))
+                reported = done
+        milliseconds = 1000 * (_now(device) - started) / (steps - first) if steps > first else None
+    return [Curve(loop.losses.cpu(), milliseconds, len(loops)) for loop in loops]
+
+
+def _all(every: Sequence[Callable[[], None]]) -> None:
+    for step in every:
+        step()
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, with all work queued so far done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _record(every: Sequence[Callable[[], None]], device: torch.device) -> tuple[int, Callable[[], None]]:
+    """Run the first steps, record one of each loop as branches of a CUDA graph, and return how many were run and the
+    graph's replay."""
+    # The leaves were first touched on the default stream. Their gradients are asked for, never accumulated, so the
+    # warning about it does not apply.
+    quiet = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if quiet is not None:
+        quiet(False)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(WARMUP_STEPS):
+            _all(every)
+    torch.cuda.current_stream(device).wait_stream(side)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            trunk = torch.cuda.current_stream(device)
+            branches = [torch.cuda.Stream(device) for _ in every[1:]]
+            for step, branch in zip(every[1:], branches, strict=True):
+                branch.wait_stream(trunk)
+                with torch.cuda.stream(branch):
+                    step()
+            every[0]()
+            for branch in branches:
+                trunk.wait_stream(branch)
+    except RuntimeError as problem:
+        reason = str(problem).split("\n")[0]
+        log.info("this step cannot be recorded as a CUDA graph (%s); running it as it is", reason)
+        torch.cuda.synchronize(device)
+        return WARMUP_STEPS, partial(_all, every)
+    return WARMUP_STEPS, graph.replay
 
 
 @contextmanager

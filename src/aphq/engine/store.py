@@ -5,6 +5,7 @@ Activations are rows, one per calibration image; a stage asks for rows by index 
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -14,7 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from aphq.engine.ranks import Ranks
 from aphq.errors import RunError
+
+log = logging.getLogger(__name__)
+WHERE = {"host": "in host memory", "disk": "on disk"}
 
 
 class Rows(Protocol):
@@ -34,6 +39,10 @@ class Activations:
 
     def __len__(self) -> int:
         return self.data.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
 
     def __getitem__(self, index: slice | Tensor) -> Tensor:
         if isinstance(index, Tensor):
@@ -57,10 +66,15 @@ class Store:
             self.free = {"gpu": gpu, **self.free}
         self.peak = dict.fromkeys((*self.free, "disk"), 0)
         self.used = dict.fromkeys(self.peak, 0)
+        self._told: set[str] = set()
 
     def allocate(self, shape: tuple[int, ...]) -> Activations:
         size = torch.Size(shape).numel() * 4
         tier = next((tier for tier, free in self.free.items() if self.used[tier] + size <= free), "disk")
+        if tier != next(iter(self.free)) and tier not in self._told:
+            self._told.add(tier)
+            gib = next(iter(self.free.values())) / 2**30
+            log.info("cached activations outgrow their %.1f GiB: some are kept %s, which is slower", gib, WHERE[tier])
         device = self.device if tier == "gpu" else torch.device("cpu")
         data = self._on_disk(shape, size) if tier == "disk" else torch.empty(shape, device=device)
         self.used[tier] += size
@@ -70,6 +84,10 @@ class Store:
             self.used[tier] -= size
 
         return Activations(data, self.device, tier, release)
+
+    def room(self, tier: str) -> int:
+        """Bytes that still fit into a tier."""
+        return self.free[tier] - self.used[tier] if tier in self.free else 0
 
     def _on_disk(self, shape: tuple[int, ...], size: int) -> Tensor:
         """A file without a name, mapped into memory; its space is reserved now, because a full disk kills later."""
@@ -89,15 +107,24 @@ class Store:
 
 
 @torch.no_grad()
-def push(step: Callable[[Tensor], Tensor], source: Rows, store: Store, batch: int) -> Activations:
-    """`step` applied to every row, batch by batch, into the store."""
+def push(
+    step: Callable[[Tensor], Tensor], source: Rows, store: Store, batch: int, ranks: Ranks | None = None
+) -> Activations:
+    """`step` applied to every row, batch by batch, into the store; several processes do it together."""
+    ranks = ranks or Ranks()
     target: Activations | None = None
-    for start in range(0, len(source), batch):
+    for number, start in enumerate(range(0, len(source), batch)):
+        if number > 0 and not ranks.owns(number):
+            continue  # everyone does the first, which tells the shape
         out = step(source[slice(start, start + batch)])
         if target is None:
             target = store.allocate((len(source), *out.shape[1:]))
         target.data[start : start + len(out)].copy_(out)
     assert target is not None, "a calibration set is never empty"
+    if ranks.count > 1:
+        for number, start in enumerate(range(0, len(source), batch)):
+            part = target.data[start : start + batch]
+            part.copy_(ranks.spread(part, number % ranks.count))
     return target
 
 

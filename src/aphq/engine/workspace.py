@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,14 @@ from torch import Tensor, nn
 from aphq.data.calibration import CalibrationSet
 from aphq.engine.folder import RunFolder
 from aphq.engine.progress import Progress
+from aphq.engine.ranks import Ranks
 from aphq.engine.store import Rows, Store, push
 from aphq.errors import RunError
-from aphq.models.architecture import Step, Unit, unchanged
+from aphq.models.architecture import Step, Unit, run_units, unchanged
 from aphq.quant.layers import QuantizedLayer
 from aphq.recipe import Recipe
+
+ELEMENTS_PER_PASS = 10_000_000  # of a unit's output
 
 
 class ImageRows:
@@ -57,18 +61,34 @@ class Workspace:
     store: Store
     folder: RunFolder
     progress: Progress
+    ranks: Ranks = field(default_factory=Ranks)
+    shared: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # what one stage found and another can use
 
     def image_rows(self, count: int | None = None) -> Rows:
         return ImageRows(self.images, count or len(self.images), self.device)
 
     @property
     def batch(self) -> int:
+        """Images per pass in which something is drawn at random: part of what a run is."""
         return self.recipe.calibration.batch
+
+    @cached_property
+    def pass_batch(self) -> int:
+        """Images per pass otherwise: enough of a small model to keep a GPU busy."""
+        if self.device.type != "cuda":
+            return self.batch
+        with torch.no_grad():
+            elements = self.units[0].run(self.teacher, self.image_rows()[slice(0, 1)]).numel()
+        return max(self.batch, ELEMENTS_PER_PASS // elements)
+
+    @cached_property
+    def teacher_logits(self) -> Rows:
+        return self.forward(self.teacher, lambda model, x: run_units(model, self.units, x), self.image_rows())
 
     def walk(self) -> Iterator[Visit]:
         """Teacher and student side by side, unit by unit; after each visit the student's unit, as it is by then,
         takes the student's activations forward. One pass over the images for each, three activations in memory."""
-        teacher_in: Rows = push(lambda x: x, self.image_rows(), self.store, self.batch)
+        teacher_in: Rows = push(lambda x: x, self.image_rows(), self.store, self.pass_batch)
         student_in = teacher_in
         for unit in self.units:
             teacher_out = self.forward(self.teacher, unit.run, teacher_in)
@@ -87,11 +107,15 @@ class Workspace:
                 rows = self.forward(model, whole(unit), rows)
 
     def forward(self, model: nn.Module, step: Step, rows: Rows) -> Rows:
-        return rows if step is unchanged else push(lambda x: step(model, x), rows, self.store, self.batch)
+        return (
+            rows if step is unchanged else push(lambda x: step(model, x), rows, self.store, self.pass_batch, self.ranks)
+        )
 
     # -- checkpoints of units ----------------------------------------------------------------------------------------
 
     def save_unit(self, stage: str, unit: Unit) -> None:
+        for name in unit.modules:
+            self.ranks.agree(self.student.get_submodule(name))
         tensors = {
             f"{name}.{key}": tensor
             for name in unit.modules
@@ -101,9 +125,9 @@ class Workspace:
 
     def restore_unit(self, stage: str, unit: Unit) -> bool:
         """Put a finished unit back into the student; False if it was not finished."""
-        tensors = self.folder.load(stage, unit.name)
-        if tensors is None:
+        if not self.ranks.decide(self.folder.has(stage, unit.name)):
             return False
+        tensors = self.folder.load(stage, unit.name) or {}
         for name in unit.modules:
             module = self.student.get_submodule(name)
             prefix = f"{name}."

@@ -11,7 +11,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aphq import kernels
+from aphq.quant.affine import top_code
 from aphq.quant.layers import QuantizedProduct
+
+TOKENS_BY = 4  # TF32 products of odd sizes run at a fraction of the speed
 
 
 class OpenAttention(nn.Module):
@@ -24,18 +28,50 @@ class OpenAttention(nn.Module):
         self.pv = QuantizedProduct(heads)  # softmax(...) v
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-        """[batch, heads, tokens, channels] each -> the same; `bias` is added to the scores."""
-        opened = self.qk.active or self.pv.active
-        if self.fused and not opened:
+        """[batch, heads, tokens, channels] each -> the same; `bias` [periods, heads, tokens, tokens] is added to the
+        scores, repeated over the batch."""
+        if self.qk.active or self.pv.active:
+            if self._learning() and kernels.usable(q):
+                return self._fused_core(q, k, v, bias)
+            # the scale comes after the product of integers, where it costs nothing
+            out: Tensor = self.pv(probabilities(self.qk(q, k.transpose(-2, -1)), self.scale, bias), v)
+            return out
+        if self.fused:
+            if bias is not None and len(bias) not in (1, len(q)):
+                bias = bias.repeat(len(q) // len(bias), 1, 1, 1)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        if opened:  # the scale comes after the product of integers, where it costs nothing
-            scores = self.qk(q, k.transpose(-2, -1)) * self.scale
-        else:
-            scores = (q * self.scale) @ k.transpose(-2, -1)
+        return probabilities((q * self.scale) @ k.transpose(-2, -1), 1.0, bias) @ v
+
+    def _learning(self) -> bool:
+        operands = (self.qk.left, self.qk.right, self.pv.left, self.pv.right)
+        return all(quantizer is not None and quantizer.learning for quantizer in operands)
+
+    def _fused_core(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        """The quantized core by kernels. Tokens are filled up with zeros to a number that fast products like."""
+        from aphq.kernels.fake_quantize import fake_quantize
+        from aphq.kernels.softmax import quantized_softmax
+
+        def operand(quantizer: Any, x: Tensor) -> Tensor:
+            affine = (quantizer.scale, quantizer.zero_point, top_code(quantizer.bits), quantizer.drop)
+            return fake_quantize(x, *affine, extra_rows=-x.shape[2] % TOKENS_BY)
+
+        left: Any = self.pv.left
+        affine = (left.scale, left.zero_point, top_code(left.bits), left.drop)
+        size = (q.shape[2], k.shape[2])
         if bias is not None:
-            scores = scores + bias
-        out: Tensor = self.pv(scores.softmax(dim=-1), v)
-        return out
+            bias = bias.expand(-1, self.num_heads, *size)
+        scores = operand(self.qk.left, q) @ operand(self.qk.right, k).transpose(-2, -1)
+        p = quantized_softmax(scores, self.scale, bias, *affine, size)
+        return (p @ operand(self.pv.right, v))[:, :, : size[0]]
+
+
+def probabilities(scores: Tensor, factor: float, bias: Tensor | None) -> Tensor:
+    """softmax(factor * scores + bias), the bias repeated over the batch."""
+    if factor != 1:
+        scores = scores * factor
+    if bias is not None:
+        scores = (scores.unflatten(0, (-1, len(bias))) + bias).flatten(0, 1)
+    return scores.softmax(dim=-1)
 
 
 class VitAttention(OpenAttention):
@@ -51,7 +87,8 @@ class VitAttention(OpenAttention):
         batch, tokens, _ = x.shape
         qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)  # [batch, heads, tokens, channels]
-        x = self.core(self.q_norm(q), self.k_norm(k), v, attn_mask)
+        bias = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.ndim)]
+        x = self.core(self.q_norm(q), self.k_norm(k), v, bias)
         out: Tensor = self.proj(self.norm(x.transpose(1, 2).reshape(batch, tokens, -1)))
         return out
 
@@ -80,9 +117,7 @@ class SwinAttention(OpenAttention):
         q, k, v = qkv.unbind(0)
         bias = self.position_bias()
         if mask is not None:  # [windows, tokens, tokens], the same for every image and head
-            windows = mask.shape[0]
-            mask = mask.view(1, windows, 1, tokens, tokens).expand(batch // windows, -1, self.num_heads, -1, -1)
-            bias = bias + mask.reshape(-1, self.num_heads, tokens, tokens)
+            bias = bias + mask.unsqueeze(1)
         x = self.core(q, k, v, bias)
         out: Tensor = self.proj(x.transpose(1, 2).reshape(batch, tokens, -1))
         return out

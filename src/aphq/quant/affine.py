@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aphq import kernels
+from aphq.quant.drop import Drop
+
 SMALLEST_SCALE = 1e-8  # a tensor of zeros still needs a scale to divide by
 
 
@@ -46,9 +49,18 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Te
     return (x / scale).round_().clamp_(-zero_point, top_code(bits) - zero_point).mul_(scale)
 
 
-def fake_quantize_learned(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int, keep: Tensor | None) -> Tensor:
-    """`fake_quantize` with gradients for `x` and `scale`; elements where `keep` is False stay in float (QDrop)."""
-    result: Tensor = _FakeQuantize.apply(x, scale, zero_point, top_code(bits), keep)
+def fake_quantize_learned(
+    x: Tensor, scale: Tensor, zero_point: Tensor, bits: int, drop: Drop | None = None, relu: bool = False
+) -> Tensor:
+    """`fake_quantize` of x, or of relu(x), with gradients for `x` and `scale`; QDrop leaves some elements in float."""
+    per_head = x.ndim == 4 and scale.shape == (x.shape[1], 1, 1)
+    if kernels.usable(x) and (scale.numel() == 1 or per_head):
+        from aphq.kernels.fake_quantize import fake_quantize as fused
+
+        return fused(x, scale, zero_point, top_code(bits), drop, relu)
+    if relu:
+        x = x.relu()
+    result: Tensor = _FakeQuantize.apply(x, scale, zero_point, top_code(bits), None if drop is None else drop.kept(x))
     return result
 
 

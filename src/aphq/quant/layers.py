@@ -88,7 +88,22 @@ class QuantizedConv2d(QuantizedLayer):
         return columns.transpose(1, 2)  # [batch, positions, in * kernel]
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.rounding is not None and self._tiles(x):
+            return self._by_tiles(x, weight)
         return F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def _tiles(self, x: Tensor) -> bool:
+        """Whether the kernel cuts the image into patches that neither overlap nor leave anything out."""
+        height, width = self.kernel_size
+        plain = self.groups == 1 and self.dilation == (1, 1) and self.padding in ("valid", (0, 0))
+        return plain and self.stride == self.kernel_size and x.shape[2] % height == 0 and x.shape[3] % width == 0
+
+    def _by_tiles(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The same as one matrix product, whose gradients cost a fraction of a convolution's with three channels."""
+        height, width = self.kernel_size
+        tiles = x.unflatten(3, (-1, width)).unflatten(2, (-1, height))  # [batch, in, rows, height, columns, width]
+        patches = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3)  # [batch, rows, columns, in * height * width]
+        return F.linear(patches, weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
 class QuantizedProduct(nn.Module):

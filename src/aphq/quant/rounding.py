@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from aphq import kernels
 from aphq.quant.affine import top_code
 from aphq.quant.quantizer import Quantizer
 
@@ -28,6 +29,7 @@ class LearnedRounding(nn.Module):
         # start where the soft weight equals the float weight: h(alpha) = fractional part
         fraction = ((ratio - floor - gamma) / (zeta - gamma)).clamp(1e-4, 1 - 1e-4)
         self.alpha = nn.Parameter(torch.logit(fraction))
+        self.current: Tensor | None = None
 
     def soft(self) -> Tensor:
         """h in [0, 1], differentiable."""
@@ -37,14 +39,25 @@ class LearnedRounding(nn.Module):
         code = (self.floor_code + h).clamp(0, top_code(self.quantizer.bits))
         return (code - self.quantizer.zero_point) * self.quantizer.scale.data
 
+    def soften(self, beta: Tensor) -> Tensor:
+        """Set the soft weight of this step, and return its penalty sum(1 - |2h - 1|^beta), zero when every weight has
+        decided, as a vector of partial sums."""
+        if kernels.usable(self.alpha):
+            from aphq.kernels.rounding import soft_weight
+
+            affine = (self.quantizer.scale.data, self.quantizer.zero_point, top_code(self.quantizer.bits))
+            self.current, penalty = soft_weight(self.alpha, self.floor_code, *affine, self.zeta, self.gamma, beta)
+            return penalty
+        h = self.soft()
+        self.current = self.weight(h)
+        return (1 - (2 * h - 1).abs().pow(beta)).sum().reshape(1)
+
     def forward(self) -> Tensor:
-        return self.weight(self.soft())
+        """The soft weight of this step."""
+        assert self.current is not None, "soften() comes first"
+        return self.current
 
     def hard(self) -> Tensor:
         """The weight on the integer grid."""
         with torch.no_grad():
             return self.weight((self.soft() >= 0.5).to(self.alpha.dtype))
-
-    def penalty(self, beta: Tensor) -> Tensor:
-        """sum(1 - |2h - 1|^beta): zero when every weight has decided."""
-        return (1 - (2 * self.soft() - 1).abs().pow(beta)).sum()

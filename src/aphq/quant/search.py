@@ -17,7 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from aphq.quant.affine import affine_from_range, fake_quantize
+from aphq import kernels
+from aphq.quant.affine import affine_from_range, fake_quantize, top_code
 
 Side = Literal["both", "upper", "lower"]
 FEWEST_OF_RANGE = 0.005  # no candidate is narrower than this share of the full range
@@ -34,29 +35,68 @@ class Range:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a quantizer of `x` costs, per group: the sum of `score(Q(x) - x)`, for many candidates at once."""
+    """What a quantizer of `x` costs, per group, for many candidates at once.
+
+    With e = Q(x) - x it is the sum of e^2; or, for a `matrix`, of (e @ matrix + shift) * e or (e @ matrix + shift)^2.
+    """
 
     x: Tensor
     groups: tuple[int, ...]
     bits: int
-    score: Callable[[Tensor], Tensor]  # error [candidates, *x.shape] -> [candidates, ...], summed to the groups
-    elements: int  # the largest tensor a candidate needs
+    matrix: Tensor | None = None
+    shift: Tensor | None = None
+    times_error: bool = False
 
     def __call__(self, scale: Tensor, zero_point: Tensor) -> Tensor:
         """[candidates, *groups] each -> costs of that shape."""
-        wide = (-1, *(1,) * (self.x.ndim - len(self.groups)), *self.groups)
         limit = ELEMENTS_AT_ONCE["cpu" if self.x.device.type == "cpu" else "other"]
-        chunk = max(1, limit // self.elements)
-        found = []
-        for scales, zero_points in zip(scale.split(chunk), zero_point.split(chunk), strict=True):
-            error = fake_quantize(self.x, scales.reshape(wide), zero_points.reshape(wide), self.bits).sub_(self.x)
-            found.append(self.score(error).sum_to_size(len(scales), *wide[1:]).reshape(-1, *self.groups))
+        chunk = max(1, limit // max(self.x.numel(), 0 if self.shift is None else self.shift.numel()))
+        compute = self.fused if kernels.usable(self.x) and self.x.is_contiguous() else self.plain
+        found = [compute(s, z) for s, z in zip(scale.split(chunk), zero_point.split(chunk), strict=True)]
         return torch.cat(found)
+
+    def plain(self, scale: Tensor, zero_point: Tensor) -> Tensor:
+        wide = (-1, *(1,) * (self.x.ndim - len(self.groups)), *self.groups)
+        error = fake_quantize(self.x, scale.reshape(wide), zero_point.reshape(wide), self.bits).sub_(self.x)
+        if self.matrix is None or self.shift is None:
+            score = error.square_()
+        else:
+            score = (error @ self.matrix).add_(self.shift)
+            score = score.mul_(error) if self.times_error else score.square_()
+        return score.sum_to_size(len(scale), *wide[1:]).reshape(-1, *self.groups)
+
+    def fused(self, scale: Tensor, zero_point: Tensor) -> Tensor:
+        """The same by kernels that pass over the candidates' errors once."""
+        from aphq.kernels.search import candidate_errors, squared_errors, summed_product
+
+        x, matrix, shift = self.x, self.matrix, self.shift
+        form = (scale.flatten(1), zero_point.flatten(1), top_code(self.bits))
+        leading = _dimensions_up_to_the_groups(x, self.groups)
+        if matrix is None or shift is None:
+            rows = x.flatten(0, -2).T.contiguous() if leading == x.ndim else x.reshape(math.prod(x.shape[:leading]), -1)
+            return squared_errors(rows, *form).reshape(-1, *self.groups)
+        count = math.prod(x.shape[:leading])
+        error = candidate_errors(x.reshape(count, -1), *form)  # [rows, candidates, inner]
+        tall = error.reshape(count, len(scale), *x.shape[leading:])
+        if matrix.ndim > 2 and leading == matrix.ndim - 2:  # a matrix for every row
+            score = tall.flatten(1, -2) @ matrix.flatten(0, -3)
+        else:
+            score = tall @ matrix
+        per_row = summed_product(
+            score.reshape(count, len(scale), -1), shift.reshape(count, -1), error if self.times_error else None
+        )
+        return per_row.reshape(-1, form[0].shape[1], len(scale)).sum(0).T.reshape(-1, *self.groups)
+
+
+def _dimensions_up_to_the_groups(x: Tensor, groups: tuple[int, ...]) -> int:
+    """How many of the first dimensions of `x` it takes to tell the group: all elements after them share it."""
+    wide = (1,) * (x.ndim - len(groups)) + groups
+    return max((d + 1 for d in range(x.ndim) if wide[d] != 1), default=0)
 
 
 def self_cost(x: Tensor, groups: tuple[int, ...], bits: int) -> Cost:
     """Squared error of the tensor itself."""
-    return Cost(x, groups, bits, lambda error: error.square_(), x.numel())
+    return Cost(x, groups, bits)
 
 
 def output_cost(left: Tensor, right: Tensor, right_hat: Tensor, groups: tuple[int, ...], bits: int) -> Cost:
@@ -70,9 +110,8 @@ def output_cost(left: Tensor, right: Tensor, right_hat: Tensor, groups: tuple[in
     inner, columns = right.shape[-2:]
     if columns > inner:
         gram = right_hat @ right_hat.transpose(-1, -2)
-        twice_cross = 2 * (rest @ right_hat.transpose(-1, -2))
-        return Cost(left, groups, bits, lambda e: (e @ gram).add_(twice_cross).mul_(e), left.numel())
-    return Cost(left, groups, bits, lambda e: (e @ right_hat).add_(rest).square_(), max(left.numel(), rest.numel()))
+        return Cost(left, groups, bits, gram, 2 * (rest @ right_hat.transpose(-1, -2)), times_error=True)
+    return Cost(left, groups, bits, right_hat, rest)
 
 
 @dataclass(frozen=True)
@@ -147,15 +186,8 @@ def group_quantile(x: Tensor, groups: tuple[int, ...], share: float) -> Tensor:
     """Quantile per group, over about LARGEST_QUANTILE evenly spaced elements of each."""
     shape = (1,) * (x.ndim - len(groups)) + groups
     kept = [d for d in range(x.ndim) if shape[d] != 1]
-    rows = x.permute(*kept, *(d for d in range(x.ndim) if d not in kept)).reshape(max(1, _product(groups)), -1)
+    rows = x.permute(*kept, *(d for d in range(x.ndim) if d not in kept)).reshape(max(1, math.prod(groups)), -1)
     stride = -(-rows.shape[1] // LARGEST_QUANTILE)
     while stride > 1 and math.gcd(stride, rows.shape[1]) > 1:
         stride += 1  # a common factor would visit the same few channels of every token
     return torch.quantile(rows[:, ::stride], share, dim=1).reshape(groups)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result

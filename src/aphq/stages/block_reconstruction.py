@@ -7,25 +7,29 @@ trained on the distillation loss itself. Then its weights are rounded for good a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from aphq import recipe as settings
-from aphq.engine.loop import Group, Loop, LossOf, Now, constant, cosine, draw_samples
-from aphq.engine.seeds import generator_for, seeded
+from aphq.engine.loop import Curve, Group, Loop, LossOf, Now, constant, cosine, draw_samples
+from aphq.engine.ranks import Ranks
+from aphq.engine.seeds import generator_for, seed_for, seeded
 from aphq.engine.workspace import Visit, Workspace
 from aphq.models.architecture import Unit
 from aphq.models.student import enable
 from aphq.quant.affine import SMALLEST_SCALE
+from aphq.quant.drop import Drop
 from aphq.quant.layers import QuantizedLayer
-from aphq.quant.quantizer import Quantizer, random_mask
+from aphq.quant.quantizer import Quantizer
 from aphq.quant.rounding import LearnedRounding
+from aphq.stages.batches import mixed_rows, recordable, weighted_error
 from aphq.stages.distillation import distillation_loss
-from aphq.stages.importance import Importances
-from aphq.stages.mlp_reconstruction import thin
+from aphq.stages.importance import ImportanceMap, Importances
 
 ErrorOf = Callable[[Tensor, Tensor], Tensor]  # (outputs, their indices) -> scalar
 
@@ -34,22 +38,36 @@ def reconstruct_blocks(work: Workspace, config: settings.BlockReconstruction) ->
     """The stage: every unit, in order, each on what the quantized units before it give."""
     todo = [unit for unit in work.units if not work.restore_unit(config.NAME, unit)]
     if todo:
-        sites = [unit.name for unit in todo if unit.kind != "head"]
-        importances = Importances(work, config.importance, config.NAME, sites)
+        importances = Importances(work, config.importance)
         work.progress.start(config.NAME, config.steps * len(todo))
         for visit in work.walk():
             unit = visit.unit
             for module in unit_modules(work, unit):
                 enable(module)
             if unit in todo:
-                losses = _reconstruct(work, config, importances, visit)
+                curve = _reconstruct(work, config, importances, visit)
                 work.save_unit(config.NAME, unit)
-                work.folder.event("unit", stage=config.NAME, unit=unit.name, losses=thin(losses))
+                work.folder.event("unit", stage=config.NAME, unit=unit.name, **curve.to_dict())
         work.progress.finish()
 
 
 def unit_modules(work: Workspace, unit: Unit) -> list[nn.Module]:
     return [work.student.get_submodule(name) for name in unit.modules]
+
+
+@contextmanager
+def relu_in_quantizer(work: Workspace, unit: Unit) -> Iterator[None]:
+    """Inside the block the unit's ReLU is part of the quantizer after it, which saves passes over the widest tensor."""
+    mlp: Any = None if unit.mlp is None else work.student.get_submodule(unit.mlp)
+    quantizer = None if mlp is None else mlp.fc2.input_quantizer
+    if quantizer is None or type(mlp.act) is not nn.ReLU or type(mlp.norm) is not nn.Identity:
+        yield
+        return
+    act, mlp.act, quantizer.relu = mlp.act, nn.Identity(), True
+    try:
+        yield
+    finally:
+        mlp.act, quantizer.relu = act, False
 
 
 @dataclass
@@ -59,22 +77,25 @@ class Learnable:
     layers: list[QuantizedLayer]
     inputs: list[Quantizer]
     config: settings.BlockReconstruction
+    seed: int
+    clock: Tensor  # [1], the number of the step
+    ranks: Ranks
 
     @classmethod
-    def of(cls, modules: list[nn.Module], config: settings.BlockReconstruction) -> Learnable:
+    def of(cls, modules: list[nn.Module], config: settings.BlockReconstruction, seed: int, ranks: Ranks) -> Learnable:
         inside = [m for module in modules for m in module.modules()]
         layers = [m for m in inside if isinstance(m, QuantizedLayer)]
         weights = {id(layer.weight_quantizer) for layer in layers}
         inputs = [m for m in inside if isinstance(m, Quantizer) and id(m) not in weights]
-        return cls(layers, inputs, config)
+        return cls(layers, inputs, config, seed, torch.zeros(1, dtype=torch.long, device=ranks.device), ranks)
 
     def __enter__(self) -> Learnable:
         for layer in self.layers:
             if layer.weight_quantizer is not None:
                 rounding = LearnedRounding(layer.weight, layer.weight_quantizer, self.config.zeta, self.config.gamma)
                 layer.rounding = rounding
-        for quantizer in self.inputs:
-            quantizer.share = self.config.quantized_share
+        for number, quantizer in enumerate(self.inputs):
+            quantizer.drop = self.drop(self.config.quantized_share, number + 1)
             quantizer.scale.requires_grad_(True)
         return self
 
@@ -82,9 +103,15 @@ class Learnable:
         for layer in self.layers:
             layer.bake()
         for quantizer in self.inputs:
-            quantizer.share = 1.0
+            quantizer.drop = None
             quantizer.scale.requires_grad_(False)
             quantizer.scale.grad = None
+
+    def drop(self, share: float, number: int) -> Drop | None:
+        """The drops of the `number`-th place where something is dropped; None if nothing ever is."""
+        if share >= 1:
+            return None
+        return Drop(share, (self.seed + number) & 0x7FFFFFFF, self.clock, self.ranks.rank, self.ranks.count)
 
     @property
     def roundings(self) -> list[LearnedRounding]:
@@ -95,51 +122,61 @@ class Learnable:
         return [quantizer.scale for quantizer in self.inputs]
 
     def keep_scales_positive(self) -> None:
-        for scale in self.scales:
-            scale.clamp_(min=SMALLEST_SCALE)
+        if self.scales:
+            torch._foreach_clamp_min_(self.scales, SMALLEST_SCALE)
 
 
 def _reconstruct(
     work: Workspace, config: settings.BlockReconstruction, importances: Importances, visit: Visit
-) -> Tensor:
+) -> Curve:
     unit, steps, device = visit.unit, config.steps, work.device
-    error_of = _error(work, importances, visit)
     samples = draw_samples(
         len(visit.teacher_in), config.batch, steps, generator_for(work.recipe.seed, config.NAME, unit.name)
     )
+    importance = ImportanceMap() if unit.kind == "head" else importances.at(unit.name, visit)
+    error_of = _error(work, importance, visit, samples.shape[1])
+    seed = seed_for(work.recipe.seed, config.NAME, unit.name)
     with (
         seeded(work.recipe.seed, config.NAME, unit.name, device=device),
-        Learnable.of(unit_modules(work, unit), config) as learned,
+        Learnable.of(unit_modules(work, unit), config, seed, work.ranks) as learned,
+        relu_in_quantizer(work, unit),
     ):
         roundings = learned.roundings
         if steps == 0 or not (roundings or learned.scales):
-            return torch.empty(0)
+            return Curve(torch.empty(0), None)
+        mixing = learned.drop(config.input_quantized_share, 0)
 
         def forward(index: Tensor) -> Tensor:
-            teacher = visit.teacher_in[index]
-            quantized = visit.student_in[index] if visit.student_in is not visit.teacher_in else teacher
-            mix = random_mask(teacher, config.input_quantized_share)
-            return error_of(unit.run(work.student, torch.where(mix, quantized, teacher)), index)
-
-        with torch.no_grad():
-            first = forward(samples[0].to(device))
-            scale = config.first_loss / first.clamp_min(1e-30)
+            if mixing is None:
+                x = visit.student_in[index]
+            else:
+                x = mixed_rows(visit.teacher_in, visit.student_in, index, mixing)
+            return error_of(unit.run(work.student, x), index)
 
         def loss_of(index: Tensor, now: Now) -> Tensor:
+            undecided = [rounding.soften(now["beta"]) for rounding in roundings]
             loss = forward(index) * scale
+            # every process adds its share of the one regulariser
+            return loss + now["regulariser"] * torch.cat(undecided).sum() / work.ranks.count if undecided else loss
+
+        with torch.no_grad():
             for rounding in roundings:
-                loss = loss + now["regulariser"] * rounding.penalty(now["beta"])
-            return loss
+                rounding.soften(torch.tensor(config.beta_start, device=device))
+            (first,) = work.ranks.add([forward(samples[0, work.ranks.share_of(samples.shape[1])].to(device))])
+            scale = config.first_loss / first.clamp_min(1e-30)
+        loop = _loop(work, config, learned, samples, loss_of)
+        loop.capture = recordable(visit.teacher_in, visit.teacher_out, visit.student_in, importance.each)
+        return loop.run(lambda n: work.progress.advance(n, unit.name))
 
-        return _loop(work, config, learned, samples, loss_of).run(lambda n: work.progress.advance(n, unit.name))
 
-
-def _error(work: Workspace, importances: Importances, visit: Visit) -> ErrorOf:
-    """The reconstruction error of a batch of outputs."""
-    if visit.unit.kind == "head":
-        return lambda out, index: distillation_loss(out, visit.teacher_out[index])
-    importance = importances.at(visit.unit.name, visit)
-    return lambda out, index: importance.weigh((out - visit.teacher_out[index]).square(), index).mean()
+def _error(work: Workspace, importance: ImportanceMap, visit: Visit, batch: int) -> ErrorOf:
+    """The reconstruction error of `batch` outputs."""
+    if visit.unit.kind == "head":  # a mean over my rows; the processes' losses add up to one over all
+        return lambda out, index: distillation_loss(out, visit.teacher_out[index]) * (len(index) / batch)
+    elements = visit.teacher_out[slice(0, 1)].numel()
+    mine = batch // work.ranks.count
+    factors = torch.full((mine,), 1 / (batch * elements), device=work.device)  # the mean over everything
+    return lambda out, index: weighted_error(out, visit.teacher_out, index, importance, factors)
 
 
 def _loop(
@@ -161,4 +198,6 @@ def _loop(
         device=work.device,
         schedules={"regulariser": regulariser, "beta": beta},
         after_step=learned.keep_scales_positive,
+        clock=learned.clock,
+        ranks=work.ranks,
     )

@@ -16,7 +16,6 @@ estimates that quantity on purpose, with seeded probes, for all units in the sam
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,9 +48,9 @@ class ImportanceMap:
 class Importances:
     """Importance maps for the sites of one stage, estimated as its walk comes along."""
 
-    def __init__(self, work: Workspace, config: settings.Importance, stage: str, sites: Sequence[str]) -> None:
+    def __init__(self, work: Workspace, config: settings.Importance) -> None:
         self.work, self.config = work, config
-        self.fisher = self._fisher_maps(stage, sites) if config.kind == "fisher" and sites else {}
+        self.fisher = fisher_diagonals(work, config) if config.kind == "fisher" else {}
 
     def at(self, site: str, visit: Visit) -> ImportanceMap:
         """The map for the output of module `site`, which lies in the unit of this visit."""
@@ -59,7 +58,9 @@ class Importances:
         if kind == "mse":
             return ImportanceMap()
         if kind == "fisher":
-            return ImportanceMap(shared=normalised(self.fisher[site].to(self.work.device), site))
+            diagonal = self.fisher[site].to(self.work.device)
+            powered = (diagonal / diagonal.max().clamp_min(1e-30)).pow(self.config.power)
+            return ImportanceMap(shared=normalised(powered, site))
         if kind == "aph":
             return ImportanceMap(shared=normalised(self._mean_over_samples(site, visit), site))
         each = self._for_each_sample(site, visit)
@@ -87,8 +88,7 @@ class Importances:
             leaf.append((output.detach() + (shift or 0.0)).requires_grad_())
             return leaf[0]
 
-        with torch.no_grad():
-            target = self._suffix(visit.unit, visit.teacher_out[rows])
+        target = self.work.teacher_logits[rows]
         with torch.enable_grad(), change_outputs({site: model.get_submodule(site)}, change):
             logits = self._suffix(visit.unit, visit.unit.run(model, source[rows]))
             loss = distillation_loss(logits, target, self.config.temperature)
@@ -101,16 +101,18 @@ class Importances:
 
     def _mean_over_samples(self, site: str, visit: Visit) -> Tensor:
         total: Tensor | None = None
-        count, batch = len(visit.teacher_in), self.work.batch
-        for start in range(0, count, batch):
-            part = self._sample_map(site, visit, slice(start, start + batch)).sum(0, keepdim=True)
-            total = part if total is None else total + part
-        assert total is not None
-        return total / count
+        count, batch = len(visit.teacher_in), self.work.pass_batch
+        for number, start in enumerate(range(0, count, batch)):
+            if self.work.ranks.owns(number):
+                part = self._sample_map(site, visit, slice(start, start + batch)).sum(0, keepdim=True)
+                total = part if total is None else total + part
+        if total is None:  # more processes than batches
+            total = torch.zeros_like(self._sample_map(site, visit, slice(0, 1)))
+        return self.work.ranks.add([total])[0] / count
 
     def _for_each_sample(self, site: str, visit: Visit) -> Activations:
         kept: Activations | None = None
-        count, batch = len(visit.teacher_in), self.work.batch
+        count, batch = len(visit.teacher_in), self.work.pass_batch
         for start in range(0, count, batch):
             part = self._sample_map(site, visit, slice(start, start + batch))
             kept = kept or self.work.store.allocate((count, *part.shape[1:]))
@@ -118,36 +120,50 @@ class Importances:
         assert kept is not None
         return kept
 
-    # -- Fisher probes: all sites from the same passes ---------------------------------------------------------------
 
-    def _fisher_maps(self, stage: str, sites: Sequence[str]) -> dict[str, Tensor]:
-        saved = self.work.folder.load(stage, "importance")
-        if saved is not None:
-            return saved
-        work, config = self.work, self.config
-        generator = generator_for(work.recipe.seed, "fisher")
-        modules = {site: work.teacher.get_submodule(site) for site in sites}
-        totals: dict[str, Tensor] = {}
-        images = work.image_rows()
-        for start in range(0, len(images), work.batch):
-            outputs: dict[str, Tensor] = {}
+def fisher_diagonals(work: Workspace, config: settings.Importance) -> dict[str, Tensor]:
+    """Mean squared gradients of random probes at the output of every unit and every MLP, all from the same passes.
 
-            def keep(name: str, output: Tensor, outputs: dict[str, Tensor] = outputs) -> Tensor:
-                outputs[name] = output if output.requires_grad else output.detach().requires_grad_()
-                return outputs[name]
+    Only the teacher is asked, so the stages share them, and a run that goes on finds them in its folder.
+    """
+    kept = f"fisher-{config.probes}-{config.temperature:g}"
+    if kept in work.shared:
+        return work.shared[kept]
+    if work.ranks.decide(work.folder.has("importance", kept)):
+        return work.folder.load("importance", kept) or {}
+    sites = [site for unit in work.units if unit.kind != "head" for site in (unit.mlp, unit.name) if site is not None]
+    generator = generator_for(work.recipe.seed, "fisher")
+    modules = {site: work.teacher.get_submodule(site) for site in sites}
+    totals: dict[str, Tensor] = {}
+    images = work.image_rows()
+    classes = 0
+    for number, start in enumerate(range(0, len(images), work.batch)):
+        outputs: dict[str, Tensor] = {}
+        if number > 0 and not work.ranks.owns(number):  # everyone does the first, which tells the shapes
+            for _ in range(config.probes):  # drawn elsewhere
+                torch.randn(min(work.batch, len(images) - start), classes, generator=generator)
+            continue
 
-            with torch.enable_grad(), change_outputs(modules, keep):
-                logits = work.teacher(images[slice(start, start + work.batch)])
-            for probe in range(config.probes):
-                direction = fisher_probe(logits.detach() / config.temperature, generator)
-                wanted = [outputs[site] for site in sites]
-                grads = torch.autograd.grad(logits, wanted, direction, retain_graph=probe + 1 < config.probes)
-                for site, grad in zip(sites, grads, strict=True):
-                    part = grad.square_().sum(0, keepdim=True)
-                    totals[site] = totals[site].add_(part) if site in totals else part
-        maps = {site: (total / total.max().clamp_min(1e-30)).pow(config.power) for site, total in totals.items()}
-        work.folder.save(stage, "importance", maps)
-        return maps
+        def keep(name: str, output: Tensor, outputs: dict[str, Tensor] = outputs) -> Tensor:
+            outputs[name] = output if output.requires_grad else output.detach().requires_grad_()
+            return outputs[name]
+
+        with torch.enable_grad(), change_outputs(modules, keep):
+            logits = work.teacher(images[slice(start, start + work.batch)])
+        classes = logits.shape[1]
+        for probe in range(config.probes):
+            direction = fisher_probe(logits.detach() / config.temperature, generator)
+            wanted = [outputs[site] for site in sites]
+            grads = torch.autograd.grad(logits, wanted, direction, retain_graph=probe + 1 < config.probes)
+            for site, grad in zip(sites, grads, strict=True):
+                part = grad.square().sum(0, keepdim=True)  # not in place: the same tensor may serve two sites
+                part = part if work.ranks.owns(number) else torch.zeros_like(part)
+                totals[site] = totals[site].add_(part) if site in totals else part
+    sums = work.ranks.add(list(totals.values()))
+    diagonals = {site: total / len(images) for site, total in zip(totals, sums, strict=True)}
+    work.folder.save("importance", kept, diagonals)
+    work.shared[kept] = diagonals
+    return diagonals
 
 
 def fisher_probe(logits: Tensor, generator: torch.Generator) -> Tensor:

@@ -18,6 +18,7 @@ from aphq.models.architecture import NormPair
 from aphq.quant.layers import QuantizedLayer
 from aphq.quant.search import Searcher, self_cost
 from aphq.stages.samples import Sample, sample_inputs
+from aphq.stages.values import reparameterise_values
 
 LARGEST_RATIO = 100.0  # a dead channel must not blow up its LayerNorm weight
 TOKENS = 4096
@@ -36,6 +37,8 @@ def reparameterise_norms(work: Workspace, config: settings.LayerNormReparameteri
             samples = sample_inputs(work, unit, rows, layers, channels, TOKENS)
             for name, pair in pairs.items():
                 reparameterise(work.student.get_submodule(pair.norm), layers[name], samples[name][0], pair, config)
+            if config.values:
+                reparameterise_values(work, unit, rows, config.candidates)
             work.save_unit(config.NAME, unit)
             work.folder.event("unit", stage=config.NAME, unit=unit.name)
             work.progress.advance(1, unit.name)

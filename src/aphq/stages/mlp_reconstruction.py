@@ -8,38 +8,45 @@ error of the plain output (Eq. 9) plus alpha times that of the output with activ
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from aphq import kernels
 from aphq import recipe as settings
 from aphq.engine.hooks import change_outputs, watch_inputs
-from aphq.engine.loop import Group, Loop, Now, cosine, draw_samples
+from aphq.engine.loop import Group, Loop, Now, cosine, draw_samples, run_together
 from aphq.engine.seeds import generator_for
 from aphq.engine.store import Activations, Rows
 from aphq.engine.workspace import Visit, Workspace
 from aphq.models.architecture import Unit
 from aphq.models.student import swap_activation
+from aphq.stages.batches import recordable, weighted_error
 from aphq.stages.importance import ImportanceMap, Importances
 from aphq.stages.percentile import positive_percentile
 
+MOST_TOGETHER = 6  # MLPs trained side by side on a GPU; a checkpoint comes after each lot
+
 
 def reconstruct_mlps(work: Workspace, config: settings.MlpReconstruction) -> None:
-    """The stage: every unit with an MLP, in order."""
+    """The stage: every unit with an MLP, in order; on a GPU as many at a time as its memory holds."""
     stage, units = config.NAME, [unit for unit in work.units if unit.mlp is not None]
     for unit in units:
         swap_activation(work.student, _mlp(unit))
     todo = [unit for unit in units if not work.restore_unit(stage, unit)]
     if not todo:
         return
-    importances = Importances(work, config.importance, stage, [_mlp(unit) for unit in todo])
+    importances = Importances(work, config.importance)
     work.progress.start(stage, config.steps * len(todo))
+    jobs: list[Job] = []
     for unit, rows in work.walk_one(work.teacher):
         if unit in todo:
-            losses, bound = _reconstruct(work, config, importances, unit, rows)
-            work.save_unit(stage, unit)
-            work.folder.event("unit", stage=stage, unit=unit.name, clamp=bound, losses=thin(losses))
+            jobs.append(_prepare(work, config, importances, unit, rows))
+            if unit is todo[-1] or len(jobs) == MOST_TOGETHER or not _room_for_another(work, jobs[-1]):
+                _train(work, config, jobs)
+                jobs = []
         if unit is todo[-1]:
             break
     work.progress.finish()
@@ -50,43 +57,88 @@ def _mlp(unit: Unit) -> str:
     return unit.mlp
 
 
-def _reconstruct(
+@dataclass
+class Job:
+    """One MLP on its way: its loop, and what the loop reads."""
+
+    unit: Unit
+    loop: Loop
+    bound: float
+    bytes: int  # of cached activations
+
+
+def _room_for_another(work: Workspace, job: Job) -> bool:
+    """Whether the fastest memory holds one more MLP's activations. On the CPU side by side gains nothing."""
+    return work.device.type == "cuda" and work.store.room("gpu") > 2 * job.bytes
+
+
+def _train(work: Workspace, config: settings.MlpReconstruction, jobs: list[Job]) -> None:
+    note = jobs[0].unit.name if len(jobs) == 1 else f"{jobs[0].unit.name} ... {jobs[-1].unit.name}"
+    parameters = [p for job in jobs for group in job.loop.groups for p in group.parameters]
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    try:
+        curves = run_together([job.loop for job in jobs], lambda n: work.progress.advance(n, note))
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+            parameter.grad = None
+    for job, curve in zip(jobs, curves, strict=True):
+        work.save_unit(config.NAME, job.unit)
+        work.folder.event("unit", stage=config.NAME, unit=job.unit.name, clamp=job.bound, **curve.to_dict())
+
+
+def _prepare(
     work: Workspace, config: settings.MlpReconstruction, importances: Importances, unit: Unit, rows: Rows
-) -> tuple[Tensor, float]:
+) -> Job:
     name = _mlp(unit)
     inputs, targets = _teacher_pairs(work, unit, rows)
     importance = _importance(work, config, importances, unit, rows)
     bound = positive_percentile(lambda: _hidden(work, name, inputs), config.percentile)
     mlp: Any = work.student.get_submodule(name)
     parameters = [p for layer in (mlp.fc1, mlp.fc2) for p in (layer.weight, layer.bias) if p is not None]
-
-    def distance(out: Tensor, target: Tensor, index: Tensor) -> Tensor:
-        """Sum over the tokens, mean over images and channels."""
-        weighted = importance.weigh((out - target).square(), index)
-        return weighted.flatten(1, -2).sum(1).mean()
+    samples = draw_samples(
+        len(inputs), config.batch, config.steps, generator_for(work.recipe.seed, config.NAME, unit.name)
+    )
+    batch, channels = samples.shape[1], targets.data.shape[-1]
+    # the sum over the tokens, the mean over images and channels, of the plain output and of the clamped one
+    both = torch.tensor([1.0, config.alpha], device=work.device) * (config.loss_scale / (batch * channels))
+    factors = both.repeat_interleave(batch // work.ranks.count)
 
     def loss_of(index: Tensor, now: Now) -> Tensor:
-        target = targets[index]
-        hidden = mlp.act(mlp.fc1(inputs[index]))
-        direct = mlp.fc2(mlp.norm(hidden))
-        clamped = mlp.fc2(mlp.norm(hidden.clamp_max(bound)))
-        return config.loss_scale * (distance(direct, target, index) + config.alpha * distance(clamped, target, index))
+        hidden = relu_and_clamped(_learning(mlp.fc1, inputs[index]), bound)
+        out = _learning(mlp.fc2, mlp.norm(hidden)).flatten(0, 1)
+        return weighted_error(out, targets, index.repeat(2), importance, factors)
 
-    generator = generator_for(work.recipe.seed, config.NAME, unit.name)
     loop = Loop(
         loss_of=loss_of,
         groups=[Group(parameters, cosine(config.learning_rate, config.steps))],
-        samples=draw_samples(len(inputs), config.batch, config.steps, generator),
+        samples=samples,
         device=work.device,
+        capture=recordable(inputs, targets, importance.each),
+        ranks=work.ranks,
     )
-    for parameter in parameters:
-        parameter.requires_grad_(True)
-    try:
-        return loop.run(lambda n: work.progress.advance(n, unit.name)), bound
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-            parameter.grad = None
+    return Job(unit, loop, bound, inputs.nbytes + targets.nbytes + (importance.each.nbytes if importance.each else 0))
+
+
+def _learning(layer: Any, x: Tensor) -> Tensor:
+    """A linear layer that is being trained."""
+    if kernels.usable(x):
+        from aphq.kernels.linear import linear
+
+        return linear(x, layer.weight, layer.bias)
+    out: Tensor = layer(x)
+    return out
+
+
+def relu_and_clamped(x: Tensor, bound: float) -> Tensor:
+    """[2, *x.shape]: relu(x), and the same clamped at `bound`."""
+    if kernels.usable(x):
+        from aphq.kernels.relu import relu_and_clamped as fused
+
+        return fused(x, bound)
+    hidden = x.relu()
+    return torch.stack([hidden, hidden.clamp_max(bound)])
 
 
 @torch.no_grad()
@@ -106,8 +158,8 @@ def _teacher_pairs(work: Workspace, unit: Unit, rows: Rows) -> tuple[Activations
         return x
 
     with watch_inputs({"mlp": mlp}, lambda _, x: keep("input", x[0])), change_outputs({"mlp": mlp}, keep_output):
-        for start in range(0, len(rows), work.batch):
-            unit.run(work.teacher, rows[slice(start, start + work.batch)])
+        for start in range(0, len(rows), work.pass_batch):
+            unit.run(work.teacher, rows[slice(start, start + work.pass_batch)])
     return kept["input"], kept["output"]
 
 
@@ -115,8 +167,8 @@ def _teacher_pairs(work: Workspace, unit: Unit, rows: Rows) -> tuple[Activations
 def _hidden(work: Workspace, name: str, inputs: Activations) -> Iterator[Tensor]:
     """The teacher's post-GELU activations, batch by batch."""
     mlp: Any = work.teacher.get_submodule(name)
-    for start in range(0, len(inputs), work.batch):
-        yield mlp.act(mlp.fc1(inputs[slice(start, start + work.batch)]))
+    for start in range(0, len(inputs), work.pass_batch):
+        yield mlp.act(mlp.fc1(inputs[slice(start, start + work.pass_batch)]))
 
 
 def _importance(
@@ -126,9 +178,3 @@ def _importance(
     needs_visit = config.importance.kind in ("ph", "aph", "brecq")
     outputs = work.forward(work.teacher, unit.run, rows) if needs_visit else rows
     return importances.at(_mlp(unit), Visit(unit, rows, outputs, rows))
-
-
-def thin(losses: Tensor, points: int = 200) -> list[float]:
-    """A loss curve short enough for a log: means over equal stretches."""
-    chunks = losses.double().tensor_split(min(points, max(1, len(losses)))) if len(losses) else ()
-    return [float(f"{chunk.mean().item():.5g}") for chunk in chunks]

@@ -5,14 +5,15 @@ it, so the prediction hardly depends on its size, but the squared error of the l
 the quantizer spends its whole range on it and rounds everything else to zero. For such inputs the candidates are
 judged by the distillation loss itself, with only this one quantizer on.
 
-Where the outlier is a hidden channel of an MLP there is more to gain: c * act(u / c) equals act(u) for ReLU, and for
-GELU as long as |u| is several times c, as it is for a channel that is either far below zero or huge. So u is divided by
-c in fc1 and the output multiplied by c in fc2, with the largest c that leaves the prediction alone.
+Where the outlier is a hidden channel of an MLP there is more to gain: c * act(u / c) equals act(u) for ReLU, and GELU
+comes close for a channel that is either far below zero or huge, if u is shifted so that most of it stays where GELU is
+silent. So u is divided by c in fc1 and the output multiplied by as much in fc2, for the c that costs least.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,50 +33,72 @@ log = logging.getLogger(__name__)
 TYPICAL = 0.999  # the quantile that outliers are compared with
 
 
-SHRINKING = (8.0, 4.0, 2.0)  # factors c to try, the largest first; powers of two are undone exactly
-HARMLESS = 1e-3  # KL at the logits that a shrunk channel may cost
+SHRINKING = (1.0, 2.0, 4.0, 8.0, 16.0)  # factors c to try
+SILENT = -3.0  # GELU of anything below is nearly 0
 
 
 @torch.no_grad()
-def shrink_outliers(work: Workspace, unit: Unit, rows: Rows, config: settings.ScaleSearch) -> bool:
-    """Divide the outlying hidden channels of the unit's MLP by as much as the prediction allows, in place; whether
-    there were any."""
+def shrink_outliers(
+    work: Workspace, unit: Unit, rows: Rows, config: settings.ScaleSearch, judge: Callable[[Tensor], float]
+) -> bool:
+    """Shrink the massive hidden channels of the unit's MLP in place by the factor that costs least, as `judge` tells
+    from the logits before; whether there were any.
+
+    A large factor takes the range from the other channels' weights instead of from their activations, so it is the
+    quantized layer that has to be judged."""
     if unit.mlp is None or not _wanted(config):
         return False
     mlp: Any = work.student.get_submodule(unit.mlp)
-    hidden: list[Tensor] = []
-    with watch_inputs({"fc2": mlp.fc2}, lambda _, inputs: hidden.append(inputs[0].flatten(0, -2))):
-        target = _logits(work, unit, rows, config)
-    size = hidden[0].abs()
-    typical = group_quantile(size, (1,), TYPICAL)
-    channels = (size.amax(0) > config.outlier_ratio * typical).nonzero().flatten()
-    if len(channels) == 0:
+    seen: dict[str, list[Tensor]] = {"before": [], "after": []}
+    layers = {"before": mlp.act, "after": mlp.fc2}
+    with watch_inputs(layers, lambda name, inputs: seen[name].append(inputs[0].flatten(0, -2))):
+        target = logits_from(work, unit, rows, config)
+    size = seen["after"][0].abs()
+    massive = size.amax(0) > config.outlier_ratio * group_quantile(size, (1,), TYPICAL)
+    if not massive.any():
         return False
-    if type(mlp.norm) is not torch.nn.Identity:
-        return True
-    for factor in SHRINKING:
-        _scale_channels(mlp, channels, factor)
-        loss = float(distillation_loss(_logits(work, unit, rows, config), target))
-        if loss <= HARMLESS:
-            log.info("%s: %d hidden channels divided by %g (KL %.1e)", unit.name, len(channels), factor, loss)
-            return True
-        _scale_channels(mlp, channels, 1 / factor)
+    if type(mlp.norm) is torch.nn.Identity:
+        channels = massive.nonzero().flatten().tolist()
+        original = {name: p.data.clone() for name, p in mlp.named_parameters()}
+        losses = {}
+        for factor in SHRINKING:
+            _shrink(mlp, channels, seen["before"][0], factor)
+            losses[factor] = judge(target)
+            for name, p in mlp.named_parameters():
+                p.data.copy_(original[name]) if name in original else p.data.zero_()
+        best = min(losses, key=lambda factor: losses[factor])
+        _shrink(mlp, channels, seen["before"][0], best)
+        log.info("%s: %d massive hidden channels divided by %g", unit.name, len(channels), best)
     return True
 
 
-def _scale_channels(mlp: Any, channels: Tensor, factor: float) -> None:
-    """act(u) becomes factor * act(u / factor)."""
-    mlp.fc1.weight.data[channels] /= factor
-    if mlp.fc1.bias is not None:
-        mlp.fc1.bias.data[channels] /= factor
-    mlp.fc2.weight.data[:, channels] *= factor
+def _shrink(mlp: Any, channels: list[int], before: Tensor, factor: float) -> None:
+    """act(u) of some channels becomes gain * act((u - shift) / factor)."""
+    if factor == 1:
+        return
+    if mlp.fc1.bias is None:
+        mlp.fc1.add_to_bias(torch.zeros_like(mlp.fc1.weight[:, 0]))
+    for channel in channels:
+        u = before[:, channel]
+        huge = u > u.max() / 2
+        if u.max() <= 0:
+            continue  # large, but nothing that the activation lets through
+        shift = torch.zeros(1, device=u.device)
+        if type(mlp.act) is not torch.nn.ReLU and not huge.all():
+            # what is not huge must stay where GELU is silent; what is huge is on its linear branch
+            shift = (group_quantile(u[~huge], (1,), 0.99) - SILENT * factor).clamp_min(0)
+        small = mlp.act((u[huge] - shift) / factor)
+        gain = (u[huge] * small).sum() / small.square().sum().clamp_min(1e-12)
+        mlp.fc1.weight.data[channel] /= factor
+        mlp.fc1.bias.data[channel] = ((mlp.fc1.bias.data[channel] - shift) / factor).squeeze()
+        mlp.fc2.weight.data[:, channel] *= gain
 
 
 def _wanted(config: settings.ScaleSearch) -> bool:
     return config.outlier_candidates > 0 and config.method == "output_mse"
 
 
-def _logits(work: Workspace, unit: Unit, rows: Rows, config: settings.ScaleSearch) -> Tensor:
+def logits_from(work: Workspace, unit: Unit, rows: Rows, config: settings.ScaleSearch) -> Tensor:
     """The student's prediction for the first images, from the unit's input on."""
     rest = work.units[work.units.index(unit) + 1 :]
     out = unit.run(work.student, rows[slice(0, config.outlier_images)])
@@ -91,15 +114,21 @@ def has_outliers(sample: Sample, config: settings.ScaleSearch) -> bool:
 
 @torch.no_grad()
 def outlier_range(
-    work: Workspace, unit: Unit, rows: Rows, layer: QuantizedLayer, sample: Sample, config: settings.ScaleSearch
-) -> Range | None:
-    """The input range of a layer inside `unit` that keeps the prediction best; None if its input stays in float."""
+    work: Workspace,
+    unit: Unit,
+    rows: Rows,
+    layer: QuantizedLayer,
+    sample: Sample,
+    target: Tensor,
+    config: settings.ScaleSearch,
+) -> tuple[Range, float] | None:
+    """The input range of a layer inside `unit` that keeps the prediction best, its weight as it is, and what it loses;
+    None if the input stays in float."""
     quantizer = layer.input_quantizer
     if quantizer is None:
         return None
     full = sample.range
     widest = torch.maximum(full.upper, -full.lower)
-    target = _logits(work, unit, rows, config)
     tried = []
     for factor in torch.logspace(0, torch.log10(torch.tensor(FEWEST_OF_RANGE)).item(), config.outlier_candidates):
         # the small end of a one-sided input stays whole: shrinking it gains nothing
@@ -107,8 +136,8 @@ def outlier_range(
         candidate = Range(torch.maximum(full.lower, -limit), torch.minimum(full.upper, limit))
         quantizer.set_range(candidate.lower, candidate.upper)
         quantizer.enabled = True
-        tried.append((float(distillation_loss(_logits(work, unit, rows, config), target)), candidate))
+        tried.append((float(distillation_loss(logits_from(work, unit, rows, config), target)), candidate))
         quantizer.enabled = False
     loss, best = min(tried, key=lambda pair: pair[0])
     log.info("%s: outliers up to %.3g clipped at %.3g (KL %.4f)", unit.name, widest.max(), best.upper.max(), loss)
-    return best
+    return best, loss

@@ -7,17 +7,24 @@ other side quantized, for the least error of the product (see `aphq.quant.search
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from aphq import recipe as settings
+from aphq.engine.loop import matmul_precision
+from aphq.engine.store import Rows
 from aphq.engine.workspace import Workspace
+from aphq.models.architecture import Unit
 from aphq.quant.affine import fake_quantize
 from aphq.quant.layers import QuantizedLayer, QuantizedProduct, quantized_sites
 from aphq.quant.quantizer import Quantizer
 from aphq.quant.search import Range, Searcher, group_quantile, output_cost, self_cost
-from aphq.stages.outliers import has_outliers, outlier_range, shrink_outliers
-from aphq.stages.samples import Sample, sample_inputs
+from aphq.stages.outliers import has_outliers, logits_from, outlier_range, shrink_outliers
+from aphq.stages.samples import Sample, Samples, sample_inputs
+
+Sites = dict[str, QuantizedLayer | QuantizedProduct]
 
 
 def search_scales(work: Workspace, config: settings.ScaleSearch) -> None:
@@ -27,21 +34,64 @@ def search_scales(work: Workspace, config: settings.ScaleSearch) -> None:
     for unit, rows in work.walk_one(work.student, config.images) if todo else ():
         if unit in todo:
             sites = {name: site for prefix in unit.modules for name, site in quantized_sites(work.student, prefix)}
-            shrunk = {f"{unit.mlp}.fc2"} if shrink_outliers(work, unit, rows, config) else set()
-            groups = {name: _groups(site) for name, site in sites.items()}
-            samples = sample_inputs(work, unit, rows, sites, groups, config.tokens)
+            shrunk = _shrink_outliers(work, unit, rows, config)
+            samples = _sample(work, unit, rows, sites, config)
             for name, site in sites.items():
-                if isinstance(site, QuantizedLayer):
-                    sample = samples[name][0]
-                    outlying = name in shrunk or has_outliers(sample, config)
-                    known = outlier_range(work, unit, rows, site, sample, config) if outlying else None
-                    search_layer(site, sample, config, known)
-                else:
+                if isinstance(site, QuantizedProduct):
                     search_product(site, samples[name], config)
+                elif name in shrunk or has_outliers(samples[name][0], config):
+                    _search_outlying(work, unit, rows, site, samples[name][0], config)
+                else:
+                    search_layer(site, samples[name][0], config)
             work.save_unit(config.NAME, unit)
             work.folder.event("unit", stage=config.NAME, unit=unit.name)
             work.progress.advance(1, unit.name)
     work.progress.finish()
+
+
+def _sample(work: Workspace, unit: Unit, rows: Rows, sites: Sites, config: settings.ScaleSearch) -> Samples:
+    groups = {name: _groups(site) for name, site in sites.items()}
+    return sample_inputs(work, unit, rows, sites, groups, config.tokens)
+
+
+def _shrink_outliers(work: Workspace, unit: Unit, rows: Rows, config: settings.ScaleSearch) -> set[str]:
+    """The names of layers whose inputs had massive outliers that could be shrunk."""
+    name = f"{unit.mlp}.fc2"
+
+    def judge(target: Tensor) -> float:
+        layer: Any = work.student.get_submodule(name)
+        sample = _sample(work, unit, rows, {name: layer}, config)[name][0]
+        return _search_outlying(work, unit, rows, layer, sample, config, target)
+
+    return {name} if shrink_outliers(work, unit, rows, config, judge) else set()
+
+
+@torch.no_grad()
+def _search_outlying(
+    work: Workspace,
+    unit: Unit,
+    rows: Rows,
+    layer: QuantizedLayer,
+    sample: Sample,
+    config: settings.ScaleSearch,
+    target: Tensor | None = None,
+) -> float:
+    """A layer whose input has massive outliers: the weight by itself, because fitted to an input that clips outliers it
+    would try to make up for them; then the input's range by the loss at the logits, which is returned."""
+    if target is None:
+        target = logits_from(work, unit, rows, config)
+    weight = _weight_operand(layer, config)
+    weight.start()
+    weight.commit()
+    if layer.weight_quantizer is not None:
+        layer.weight_quantizer.enabled = True
+    found = outlier_range(work, unit, rows, layer, sample, target, config)
+    if layer.weight_quantizer is not None:
+        layer.weight_quantizer.enabled = False
+    if found is None or layer.input_quantizer is None:
+        return 0.0
+    layer.input_quantizer.set_range(found[0].lower, found[0].upper)
+    return found[1]
 
 
 def _groups(site: QuantizedLayer | QuantizedProduct) -> tuple[int, ...]:
@@ -102,22 +152,15 @@ class Operand:
 
 
 @torch.no_grad()
-def search_layer(
-    layer: QuantizedLayer, sample: Sample, config: settings.ScaleSearch, known: Range | None = None
-) -> None:
-    """Weight [out, in] and input rows [tokens, in]: output = rows @ weight^T. With a `known` input range the weight
-    is left to itself: fitted to an input that clips outliers it would try to make up for them."""
+def search_layer(layer: QuantizedLayer, sample: Sample, config: settings.ScaleSearch) -> None:
+    """Weight [out, in] and input rows [tokens, in]: output = rows @ weight^T."""
+    _alternate(_weight_operand(layer, config), Operand.of_sample(sample, layer.input_quantizer, config), config)
+
+
+def _weight_operand(layer: QuantizedLayer, config: settings.ScaleSearch) -> Operand:
     matrix = layer.weight.flatten(1)
     per_channel = layer.weight_quantizer is not None and layer.weight_quantizer.scale.numel() > 1
-    weight = Operand(matrix, layer.weight_quantizer, config, (matrix.shape[0], 1) if per_channel else (1, 1))
-    inputs = Operand.of_sample(sample, layer.input_quantizer, config)
-    if known is None:
-        _alternate(weight, inputs, config)
-        return
-    weight.start()
-    inputs.found = known
-    weight.commit()
-    inputs.commit()
+    return Operand(matrix, layer.weight_quantizer, config, (matrix.shape[0], 1) if per_channel else (1, 1))
 
 
 @torch.no_grad()
@@ -126,7 +169,7 @@ def search_product(product: QuantizedProduct, samples: tuple[Sample, ...], confi
     the transposed product."""
     left = Operand.of_sample(samples[0], product.left, config)
     right = Operand.of_sample(samples[1], product.right, config)
-    right.values = right.values.transpose(-1, -2)
+    right.values = right.values.transpose(-1, -2).contiguous()
     _alternate(left, right, config)
 
 
@@ -135,8 +178,9 @@ def _alternate(a: Operand, b: Operand, config: settings.ScaleSearch) -> None:
     a.start()
     b.start()
     if config.method == "output_mse":
-        for _ in range(config.rounds):
-            a.improve(b.values.transpose(-1, -2), b.quantized().transpose(-1, -2))
-            b.improve(a.values.transpose(-1, -2), a.quantized().transpose(-1, -2))
+        with matmul_precision("high"):  # errors of errors: their last digits do not choose a range
+            for _ in range(config.rounds):
+                a.improve(b.values.transpose(-1, -2), b.quantized().transpose(-1, -2))
+                b.improve(a.values.transpose(-1, -2), a.quantized().transpose(-1, -2))
     a.commit()
     b.commit()

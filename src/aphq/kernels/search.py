@@ -1,0 +1,95 @@
+"""The scale search's inner loops: the error of many candidate quantizers of one tensor, and sums over its groups.
+
+Twins: `quant.search.Cost.plain`. A tensor is rows of `inner` elements, each row in the group (row modulo groups);
+candidates come after the rows, [rows, candidates, inner], so that a batch of matrices stays one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aphq.kernels.common import through_codes
+
+LARGEST_BLOCK = 1024
+
+
+@triton.jit
+def _errors(x_ptr, scale_ptr, zero_ptr, error_ptr, top, candidates, groups, inner, block: tl.constexpr):
+    """error[row, c, i] = Q_c(x[row, i]) - x[row, i]"""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = chunk * block + tl.arange(0, block)
+    inside = column < inner
+    x = tl.load(x_ptr + row * inner + column, mask=inside, other=0.0)
+    group = row % groups
+    for c in range(candidates):
+        scale, zero = tl.load(scale_ptr + c * groups + group), tl.load(zero_ptr + c * groups + group)
+        y, _, _, _ = through_codes(x, scale, -zero, top - zero)
+        tl.store(error_ptr + (row * candidates + c) * inner + column, y - x, mask=inside)
+
+
+@triton.jit
+def _squared(x_ptr, scale_ptr, zero_ptr, sum_ptr, top, candidates, groups, inner, block: tl.constexpr):
+    """sums[row, chunk, c] of (Q_c(x) - x)^2 over a chunk of a row, which is read once."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = chunk * block + tl.arange(0, block)
+    inside = column < inner
+    x = tl.load(x_ptr + row * inner + column, mask=inside, other=0.0)
+    group = row % groups
+    for c in range(candidates):
+        scale, zero = tl.load(scale_ptr + c * groups + group), tl.load(zero_ptr + c * groups + group)
+        y, _, _, _ = through_codes(x, scale, -zero, top - zero)
+        total = tl.sum((y - x) * (y - x), axis=0)  # an element outside is 0, which every quantizer keeps
+        tl.store(sum_ptr + (row * tl.num_programs(1) + chunk) * candidates + c, total)
+
+
+@triton.jit
+def _product(a_ptr, shift_ptr, b_ptr, sum_ptr, candidates, inner, square: tl.constexpr, block: tl.constexpr):
+    """sums[row, c, chunk] of (a + shift) * b, or of (a + shift)^2."""
+    row_c, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = chunk * block + tl.arange(0, block)
+    inside = column < inner
+    a = tl.load(a_ptr + row_c * inner + column, mask=inside, other=0.0)
+    a += tl.load(shift_ptr + (row_c // candidates) * inner + column, mask=inside, other=0.0)
+    if square:
+        b = a
+    else:
+        b = tl.load(b_ptr + row_c * inner + column, mask=inside, other=0.0)
+    tl.store(sum_ptr + row_c * tl.num_programs(1) + chunk, tl.sum(a * b, axis=0))
+
+
+def candidate_errors(x: Tensor, scale: Tensor, zero_point: Tensor, top: int) -> Tensor:
+    """x [rows, inner] -> Q(x) - x as [rows, candidates, inner], for scales [candidates, groups]."""
+    (candidates, groups), (rows, inner) = scale.shape, x.shape
+    errors = torch.empty(rows, candidates, inner, device=x.device)
+    block = _block(inner)
+    grid = (rows, triton.cdiv(inner, block))
+    _errors[grid](x, scale, zero_point, errors, float(top), candidates, groups, inner, block=block)
+    return errors
+
+
+def squared_errors(x: Tensor, scale: Tensor, zero_point: Tensor, top: int) -> Tensor:
+    """x [rows, inner] -> the sum of (Q(x) - x)^2 over each group, [candidates, groups]."""
+    (candidates, groups), (rows, inner) = scale.shape, x.shape
+    block = _block(inner)
+    grid = (rows, triton.cdiv(inner, block))
+    sums = torch.empty(rows // groups, groups, grid[1], candidates, device=x.device)
+    _squared[grid](x, scale, zero_point, sums, float(top), candidates, groups, inner, block=block)
+    return sums.sum((0, 2)).T
+
+
+def summed_product(a: Tensor, shift: Tensor, b: Tensor | None) -> Tensor:
+    """[rows, candidates]: (a + shift) * b, or (a + shift)^2 without b, summed over a's [rows, candidates, inner]; the
+    shift [rows, inner] is the same for all candidates."""
+    rows, candidates, inner = a.shape
+    block = _block(inner)
+    grid = (rows * candidates, triton.cdiv(inner, block))
+    sums = torch.empty(rows, candidates, grid[1], device=a.device)
+    _product[grid](a, shift, a if b is None else b, sums, candidates, inner, square=b is None, block=block)
+    return sums.sum(2)
+
+
+def _block(inner: int) -> int:
+    return min(LARGEST_BLOCK, triton.next_power_of_2(inner))

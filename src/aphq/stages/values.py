@@ -1,0 +1,63 @@
+"""Value reparameterisation: the attention values are centred, and their channels share one scale.
+
+Attention mixes tokens with weights that add up to 1, and never channels. So a constant m and a factor r per channel can
+leave the values, v' = (v - m) / r, and come back in the output projection, W' = W diag(r), bias' = bias + W m, with
+nothing changed in float. With m the mean of what attention gives, a quantized row of probabilities that no longer adds
+up to 1 pulls the output towards its mean instead of towards 0; with r = s_c / s, the channel's own best scale over the
+mean scale, the values and the projection's input fit one scale better.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aphq.engine.store import Rows
+from aphq.engine.workspace import Workspace
+from aphq.models.architecture import Unit
+from aphq.models.attention import OpenAttention
+from aphq.quant.search import Searcher, self_cost
+from aphq.stages.samples import sample_inputs
+
+TOKENS = 4096
+NARROWEST = 0.9
+LARGEST_RATIO = 100.0  # a dead channel must not blow up
+
+
+@torch.no_grad()
+def reparameterise_values(work: Workspace, unit: Unit, rows: Rows, candidates: int) -> None:
+    """Change the unit's attention in place; it computes what it did."""
+    for prefix in unit.modules:
+        for name, module in work.student.get_submodule(prefix).named_modules(prefix=prefix):
+            if isinstance(module, OpenAttention) and _fits(module):
+                _reparameterise(work, unit, rows, name, module, candidates)
+
+
+def _fits(attention: Any) -> bool:
+    """One qkv layer, a projection that sees the mixed values as they are, and quantizers that would gain."""
+    plain = hasattr(attention, "qkv") and isinstance(getattr(attention, "norm", torch.nn.Identity()), torch.nn.Identity)
+    return plain and attention.pv.right is not None and attention.proj.input_quantizer is not None
+
+
+def _reparameterise(work: Workspace, unit: Unit, rows: Rows, name: str, attention: Any, candidates: int) -> None:
+    site, quantizer = f"{name}.pv", attention.pv.right
+    mixing, sample = sample_inputs(work, unit, rows, {site: attention.pv}, {site: (1,)}, TOKENS)[site]
+    mean = _as_tokens(mixing.values @ sample.values).mean(0)
+    values = _as_tokens(sample.values) - mean
+    channels = (values.shape[1],)
+    searcher = Searcher.of(values, channels, quantizer.bits, quantizer.symmetric, candidates, NARROWEST)
+    scales, _ = searcher.affine(searcher.start(self_cost(values, channels, quantizer.bits)))
+    ratio = (scales / scales.mean()).clamp(1 / LARGEST_RATIO, LARGEST_RATIO)
+    of_values = slice(-len(ratio), None)  # qkv gives queries, keys and values, in this order
+    attention.proj.add_to_bias(attention.proj.weight.data @ mean)
+    attention.proj.weight.data *= ratio
+    attention.qkv.add_to_bias(torch.zeros(len(attention.qkv.weight), device=mean.device))  # there may be none
+    attention.qkv.weight.data[of_values] /= ratio[:, None]
+    attention.qkv.bias.data[of_values] = (attention.qkv.bias.data[of_values] - mean) / ratio
+
+
+def _as_tokens(x: Tensor) -> Tensor:
+    """[samples, heads, tokens, channels] -> [samples * tokens, heads * channels]"""
+    return x.transpose(1, 2).flatten(2).flatten(0, 1)
