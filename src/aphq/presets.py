@@ -60,16 +60,16 @@ def round_to_nearest(bits: str) -> Recipe:
 
 def _stages(weight_bits: int, activation_bits: int, effort: str) -> tuple[Stage, ...]:
     mlp = MlpReconstruction(percentile=0.99 if activation_bits == 3 else 0.98)
-    search, blocks = ScaleSearch(), BlockReconstruction()
+    norms, search, blocks = LayerNormReparameterisation(), ScaleSearch(), BlockReconstruction()
+    if effort != "paper":  # a finer search takes minutes on a CPU and was not better on held-out calibration images
+        norms = LayerNormReparameterisation(images=64, candidates=48, values=True)
+        search = ScaleSearch(images=64, candidates=48, rounds=1, tokens=1024, outlier_candidates=16)
     if effort == "fast":
-        search = replace(search, candidates=48, rounds=1, tokens=1024, outlier_candidates=16)
-        return LayerNormReparameterisation(images=64, candidates=48, values=True), replace(search, images=64)
+        return norms, search
     if effort == "balanced":
         importance = Importance(kind="fisher")
         steps = 1000 if min(weight_bits, activation_bits) <= LOW_BITS else 300
         mlp = replace(mlp, steps=steps, importance=importance)
-        search = replace(search, outlier_candidates=16)
         blocks = replace(blocks, steps=steps, importance=importance)
-    norms = LayerNormReparameterisation(values=effort != "paper")
     stages = (mlp, norms, search, blocks)
     return stages if activation_bits <= LOW_BITS else stages[1:]

@@ -67,6 +67,17 @@ def test_a_tier_that_is_not_there_has_no_room() -> None:
     assert space.room("disk") == 0, "nobody has measured the disk"
 
 
+def test_what_outgrows_its_memory_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        crowded = store(0, tmp_path)
+        rows = [filled(crowded), filled(crowded)]
+    assert all(r.tier == "disk" for r in rows)
+    assert caplog.text.count("some are kept on disk, which is slower") == 1
+    caplog.clear()
+    filled(store(None))
+    assert not caplog.text
+
+
 def test_rows_on_disk_leave_no_file_behind(tmp_path: Path) -> None:
     rows = filled(store(0, tmp_path))
     assert not list(tmp_path.iterdir())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from aphq.engine.store import Activations, Store
 from aphq.quant.drop import Drop
-from aphq.stages.batches import mixed_rows, weighted_error
+from aphq.stages.batches import mixed_rows, recordable, weighted_error
 from aphq.stages.importance import ImportanceMap
 
 CPU = torch.device("cpu")
@@ -93,3 +93,10 @@ def test_where_the_student_still_is_the_teacher_there_is_nothing_to_mix() -> Non
     before = torch.get_rng_state()
     assert torch.equal(mixed_rows(rows, rows, index, drop(0.5)), rows.data[index])
     assert torch.equal(torch.get_rng_state(), before), "and nothing to draw"
+
+
+def test_only_rows_that_lie_on_the_device_can_be_recorded() -> None:
+    here = kept(torch.zeros(2, 3))
+    elsewhere = Activations(torch.zeros(2, 3), torch.device("meta"), "host", lambda: None)
+    assert recordable(here, None, here)
+    assert not recordable(here, elsewhere)

@@ -46,7 +46,12 @@ def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
     """What `x` becomes when it passes through `bits`-bit integers: dequantize(quantize(x)), with the zero-point moved
     into the bounds, which changes no bit and saves two passes."""
-    return (x / scale).round_().clamp_(-zero_point, top_code(bits) - zero_point).mul_(scale)
+    return clamp_((x / scale).round_(), -zero_point, top_code(bits) - zero_point).mul_(scale)
+
+
+def clamp_(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """In place; two passes, because torch's own clamp with tensors for bounds is several times slower on a CPU."""
+    return x.clamp_min_(low).clamp_max_(high)
 
 
 def fake_quantize_learned(
@@ -75,7 +80,7 @@ class _FakeQuantize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, top: int, keep: Tensor | None) -> Tensor:
         low, high = -zero_point, top - zero_point
         ctx.save_for_backward(x, scale, low, high, keep)
-        out = (x / scale).round_().clamp_(low, high).mul_(scale)
+        out = clamp_((x / scale).round_(), low, high).mul_(scale)
         return out if keep is None else torch.where(keep, out, x)
 
     @staticmethod
@@ -84,7 +89,7 @@ class _FakeQuantize(torch.autograd.Function):
         grad = grads[0]
         v = x / scale
         rounded = v.round()
-        code = rounded.clamp(low, high)
+        code = clamp_(rounded.clone(), low, high)
         inside = code == rounded
         grad_x = grad_scale = None
         if ctx.needs_input_grad[0]:
