@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--gpu-memory-gb", type=float, default=None)
     parser.add_argument("--plain", action="store_true", help="without the fused kernels")
-    parser.add_argument("--profile", type=int, nargs="*", help="print the kernels of the loops with these numbers")
+    parser.add_argument("--profile", type=int, nargs="+", help="print the kernels of the loops with these numbers")
     parser.add_argument("--out", type=pathlib.Path, default=None, help="a JSON lines file to append to")
     args = parser.parse_args()
     line = measure(args)
@@ -78,7 +78,7 @@ def measure(args: argparse.Namespace) -> dict:
         "kernels": not args.plain,
         "steps": args.steps,
         "images": args.images,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() and args.device != "cpu" else "cpu",
         "step_ms": {kind: [round(min(v), 3), round(max(v), 3)] for kind, v in steps.items()},
         "stage_seconds": {k: round(v, 2) for k, v in run.seconds.items()},
         "seconds": round(seconds, 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 import time
@@ -34,7 +35,7 @@ from aphq.models.coverage import Coverage, coverage
 from aphq.models.loading import load_model, model_fingerprint
 from aphq.models.student import finalise, make_student
 from aphq.presets import preset
-from aphq.recipe import Recipe
+from aphq.recipe import BlockReconstruction, MlpReconstruction, Recipe
 from aphq.stages import RUN_STAGE
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,8 @@ def quantize(
     data: a folder, list or zip of images, a tensor, a DataLoader or any iterable of images; see `load_calibration`.
     out: the run folder; a run that was stopped goes on when called again. None keeps everything in memory.
     val: labelled images to measure float and quantized accuracy on.
+
+    Started by `torchrun`, the processes share the work; the first saves and measures, the others get the model alone.
     """
     chosen = resolve_recipe(recipe, effort)
     target = resolve_device(device)
@@ -132,11 +135,18 @@ def quantize(
     _probe(teacher, units, preprocessing, target)
     labelled = None if val is None else as_labelled(val, _classes(teacher))
     images = _load_images(data, preprocessing, chosen, progress)
+    for stage in chosen.stages:
+        if isinstance(stage, (MlpReconstruction, BlockReconstruction)):
+            ranks.share_of(min(stage.batch, len(images)))  # refused before anything is written
 
+    before = torch.cuda.current_device() if target.type == "cuda" else None
     folder = RunFolder(None if out is None else Path(out), writes=ranks.first)
     try:
+        if before is not None:
+            torch.cuda.set_device(target)  # where kernels are launched and steps are recorded
         sha = model_fingerprint(teacher, architecture)
         identity = {"recipe": chosen.to_dict(), "model": sha, "images": images.fingerprint, "aphq": __version__}
+        ranks.require_same("a recipe, a model or images", json.dumps(identity, sort_keys=True))
         resumed = ranks.decide(folder.claim(identity))
         folder.event("resumed" if resumed else "started", device=str(target), images=len(images))
         run = Run(teacher, chosen, folder.path, resumed=resumed)
@@ -153,6 +163,7 @@ def quantize(
             finalise(student)
             attach(student, _info(teacher, student, architecture, units, chosen, preprocessing, sha))
             run.model = student
+        ranks.leave()
         if not ranks.first:
             return run
         if folder.path is not None:
@@ -166,7 +177,8 @@ def quantize(
         return run
     finally:
         folder.close()
-        ranks.leave()
+        if before is not None:
+            torch.cuda.set_device(before)
 
 
 def evaluate(

@@ -2,7 +2,7 @@
 
 The three efforts differ in which stages run and for how long:
 
-fast      scale search only: seconds on a GPU, about a minute on a laptop
+fast      reparameterisation and scale search: seconds on a GPU, about a minute on a laptop
 balanced  every stage, with a few hundred to two thousand steps per unit and the `fisher` importance, which is seeded
           and needs only a few passes for all units
 paper     the published recipe: 20 000 steps per unit, augmented images, the `aph` importance

@@ -57,7 +57,7 @@ class Calibration:
 
     images: int = 1024
     augment: bool = False  # the training augmentation (random crop, flip, colour), as the published code does
-    batch: int = 32  # images per forward pass; random draws are made per batch, so it is part of a run's identity
+    batch: int = 32  # images per pass (a GPU may take more); random draws are made per batch
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def test_another_version_of_the_program_may_go_on(tmp_path: Path) -> None:
     ("change", "named"),
     [
         (identity(preset("w4a4").with_value("weights.bits", 3)), "recipe.weights.bits: 4 -> 3"),
-        (identity(preset("w4a4").with_value("scale_search.rounds", 1)), r"recipe.stages\[2\].rounds: 3 -> 1"),
+        (identity(preset("w4a4").with_value("scale_search.rounds", 2)), r"recipe.stages\[2\].rounds: 1 -> 2"),
         (identity(preset("w4a4").with_value("overrides.head", None)), "recipe.overrides.head: absent -> None"),
         (identity(model="xyz"), "model: 'abc' -> 'xyz'"),
         (identity(images="xyz"), "images: 'def' -> 'xyz'"),

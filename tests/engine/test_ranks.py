@@ -78,6 +78,14 @@ def test_alone_nothing_is_said_and_nothing_changes() -> None:
     assert ranks.spread(x, 0) is x
     assert ranks.decide(True)
     assert not ranks.decide(False)
+    assert ranks.agree_that(True)
+    ranks.require_same("images", "abc")
+    ranks.leave()
+
+
+def test_a_cluster_that_only_sets_the_world_size_is_not_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert Ranks.join(torch.device("cpu")).count == 1
 
 
 def test_a_batch_that_cannot_be_shared_is_refused() -> None:

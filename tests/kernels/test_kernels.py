@@ -155,6 +155,8 @@ def test_rounding(random: Callable[..., Tensor], shape: tuple[int, ...], per_row
     quantizer = Quantizer(3, False, (shape[0], *(1,) * (len(shape) - 1)) if per_row else (1,)).to(DEVICE)
     low, high = (weight.flatten(1).amin(1), weight.flatten(1).amax(1)) if per_row else (weight.min(), weight.max())
     quantizer.set_range(0.8 * low, 0.8 * high)  # so that some weights are clamped
+    if weight.ndim == 4:
+        weight = weight.to(memory_format=torch.channels_last)  # as some users keep their models
     rounding = LearnedRounding(weight, quantizer).to(DEVICE)
     start = rounding.alpha.detach() + 2 * random(*shape)
     beta = torch.tensor(5.3, device=DEVICE)
@@ -249,6 +251,43 @@ def test_search_by_the_products_error(random: Callable[..., Tensor], site: str, 
 def some_candidates(random: Callable[..., Tensor], groups: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     scale = 0.1 + random(4, *groups).abs()
     return scale, torch.full_like(scale, 3)
+
+
+def test_what_is_not_a_number_stays_that(random: Callable[..., Tensor]) -> None:
+    x = random(3, 40)
+    x[1, 2] = torch.nan
+    scale = torch.tensor([0.3], device=DEVICE)
+    found = fused_quantize.fake_quantize(x, scale, torch.full_like(scale, 3), 7, None)
+    assert found.isnan().sum() == 1
+    assert found[1, 2].isnan()
+
+
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+def test_an_undecided_weight_has_a_finite_gradient(beta: float) -> None:
+    alpha = torch.zeros(4, 8, device=DEVICE, requires_grad=True)  # h is exactly one half
+    ones = torch.ones(4, 1, device=DEVICE)
+    affine = (torch.ones(4, 8, device=DEVICE), ones, ones, 7)
+    soft, penalty = soft_weight(alpha, *affine, 1.1, -0.1, torch.tensor(beta, device=DEVICE))
+    (soft.sum() + penalty.sum()).backward()
+    assert alpha.grad is not None
+    assert torch.isfinite(alpha.grad).all()
+
+
+def test_without_a_compiler_the_twins_run_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no C compiler\nand a long trace")
+
+    monkeypatch.setattr("aphq.kernels.relu.relu_and_clamped", broken)
+    monkeypatch.setattr(kernels, "switched_on", True)
+    monkeypatch.setattr(kernels, "interpreted", True)
+    kernels._triton_works.cache_clear()
+    try:
+        assert not kernels.usable(torch.zeros(1))
+        assert "Triton kernels do not work here (no C compiler); running without them" in caplog.text
+    finally:
+        kernels._triton_works.cache_clear()
 
 
 def test_kernels_are_not_for_the_cpu_nor_for_doubles(monkeypatch: pytest.MonkeyPatch) -> None:

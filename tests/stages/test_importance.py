@@ -301,3 +301,18 @@ def test_estimating_importance_leaves_the_models_alone(tiny_vit: nn.Module) -> N
     assert torch.equal(work.teacher(before), expected)
     assert not any(m._forward_hooks for m in work.teacher.modules())
     assert all(p.grad is None for p in work.teacher.parameters())
+
+
+def test_an_image_counts_the_same_in_a_short_last_batch(tiny_vit: nn.Module) -> None:
+    """The distillation loss is a mean over the batch, which must not weight images by the batch they fall into."""
+
+    def size_of_each(batch: int) -> Tensor:
+        work = workspace(tiny_vit, short(calibration__batch=batch), pixels(8))
+        generator = torch.Generator().manual_seed(0)
+        for parameter in work.student.parameters():  # a student that errs has gradients beyond round-off
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+        values = values_of(map_at(work, "blocks.0", kind="brecq"))
+        assert values is not None
+        return values.flatten(1).mean(1)
+
+    assert torch.allclose(size_of_each(8), size_of_each(7), rtol=0.02)  # of 7 + 1 the last image is alone

@@ -6,12 +6,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from aphq.cli.options import is_first_process
 from aphq.engine.progress import PlainProgress, Progress, RichProgress
 
 
 @contextmanager
 def open_progress() -> Iterator[Progress]:
-    progress: Progress = RichProgress() if sys.stderr.isatty() else PlainProgress()
+    """A live bar, lines, or, for a process that only helps, nothing."""
+    progress = Progress()
+    if is_first_process():
+        progress = RichProgress() if sys.stderr.isatty() else PlainProgress()
     try:
         yield progress
     finally:

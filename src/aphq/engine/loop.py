@@ -149,15 +149,15 @@ def run_together(loops: Sequence[Loop], report: Callable[[int], None] | None = N
             done, step = _record(every, device)
         else:
             step = partial(_all, every)
-        started, first = _now(device), done
+        started, first = _synchronised_seconds(device), done
         while done < steps:
             step()
             done += 1
             if report and (done % REPORT_EVERY == 0 or done == steps):
-                _now(device)
+                _synchronised_seconds(device)
                 report((done - reported) * len(loops))
                 reported = done
-        milliseconds = 1000 * (_now(device) - started) / (steps - first) if steps > first else None
+        milliseconds = 1000 * (_synchronised_seconds(device) - started) / (steps - first) if steps > first else None
     return [Curve(loop.losses.cpu(), milliseconds, len(loops)) for loop in loops]
 
 
@@ -166,8 +166,8 @@ def _all(every: Sequence[Callable[[], None]]) -> None:
         step()
 
 
-def _now(device: torch.device) -> float:
-    """Seconds, with all work queued so far done."""
+def _synchronised_seconds(device: torch.device) -> float:
+    """The time when all work queued so far is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -190,7 +190,7 @@ def _record(every: Sequence[Callable[[], None]], device: torch.device) -> tuple[
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
             trunk = torch.cuda.current_stream(device)
             branches = [torch.cuda.Stream(device) for _ in every[1:]]
             for step, branch in zip(every[1:], branches, strict=True):

@@ -1,11 +1,13 @@
 """Several processes that share the work of one run, as `torchrun` starts them: who I am, and what we tell each other.
 
-Passes over the calibration images are shared by batches, optimisation steps by the rows of a batch; every process holds
-all cached activations. Sums are the same for all, so the students stay equal; the first process alone writes.
+Passes that cache activations or average importance are shared by batches of images, optimisation steps by the rows of a
+batch; what takes seconds (sampling, percentiles, the scale search) everyone does. Every process holds all cached
+activations. Sums are the same for all, so the students stay equal; the first process alone writes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from aphq.errors import RecipeError
+from aphq.errors import RecipeError, RunError
 
 CPU = torch.device("cpu")
-PATIENCE = timedelta(hours=1)  # one process may search scales or evaluate while the others wait
+PATIENCE = timedelta(hours=1)  # the others wait while one reads images from a slow disk
 
 
 @dataclass(frozen=True)
@@ -28,15 +30,18 @@ class Ranks:
     rank: int = 0
     count: int = 1
     device: torch.device = CPU
+    founded: bool = False  # whether the process group is ours to end
 
     @classmethod
     def join(cls, device: torch.device) -> Ranks:
         """Meet the other processes, if `torchrun` started any."""
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not dist.is_available():
+        started = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+        if not started or int(os.environ["WORLD_SIZE"]) == 1 or not dist.is_available():
             return cls(device=device)
-        if not dist.is_initialized():
+        founds = not dist.is_initialized()
+        if founds:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
-        return cls(dist.get_rank(), dist.get_world_size(), device)
+        return cls(dist.get_rank(), dist.get_world_size(), device, founds)
 
     @property
     def first(self) -> bool:
@@ -76,6 +81,16 @@ class Ranks:
         """What the first process says."""
         return bool(self.spread(torch.tensor([int(flag)]), 0).item())
 
+    def agree_that(self, flag: bool) -> bool:
+        """Whether all processes say so."""
+        return self.count == 1 or int(self.add([torch.tensor([int(flag)], device=self.device)])[0]) == self.count
+
+    def require_same(self, what: str, fingerprint: str) -> None:
+        """Refuse to go on unless the first process has the same."""
+        mine = torch.tensor(list(hashlib.sha256(fingerprint.encode()).digest()), device=self.device)
+        if not torch.equal(self.spread(mine.clone(), 0), mine):
+            raise RunError(f"process {self.rank} has {what} other than the first process: give all of them the same")
+
     def agree(self, module: nn.Module) -> None:
         """Give everyone the first process's parameters and buffers."""
         if self.count > 1:
@@ -83,5 +98,5 @@ class Ranks:
                 tensor.copy_(self.spread(tensor, 0))
 
     def leave(self) -> None:
-        if self.count > 1 and dist.is_initialized():
+        if self.founded and dist.is_initialized():
             dist.destroy_process_group()

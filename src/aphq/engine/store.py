@@ -91,12 +91,12 @@ class Store:
 
     def _on_disk(self, shape: tuple[int, ...], size: int) -> Tensor:
         """A file without a name, mapped into memory; its space is reserved now, because a full disk kills later."""
+        if not os.path.isdir("/proc/self/fd"):
+            raise RunError("spilling activations to disk needs Linux; raise the memory budget")
         try:
             with tempfile.TemporaryFile(dir=self.folder, prefix=".activations") as handle:
                 os.posix_fallocate(handle.fileno(), 0, size)
-                path = f"/proc/self/fd/{handle.fileno()}" if os.path.isdir("/proc/self/fd") else ""
-                if not path:
-                    raise RunError("spilling activations to disk needs Linux; raise the memory budget")
+                path = f"/proc/self/fd/{handle.fileno()}"
                 return torch.from_file(path, shared=True, size=size // 4, dtype=torch.float32).reshape(shape)
         except OSError as problem:
             where = self.folder or tempfile.gettempdir()

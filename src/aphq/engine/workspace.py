@@ -17,7 +17,7 @@ from aphq.engine.store import Rows, Store, push
 from aphq.errors import RunError
 from aphq.models.architecture import Step, Unit, run_units, unchanged
 from aphq.quant.layers import QuantizedLayer
-from aphq.recipe import Recipe
+from aphq.recipe import Calibration, Recipe
 
 ELEMENTS_PER_PASS = 10_000_000  # of a unit's output
 
@@ -74,8 +74,8 @@ class Workspace:
 
     @cached_property
     def pass_batch(self) -> int:
-        """Images per pass otherwise: enough of a small model to keep a GPU busy."""
-        if self.device.type != "cuda":
+        """Images per pass otherwise: enough of a small model to keep a GPU busy, unless a small batch was asked for."""
+        if self.device.type != "cuda" or self.batch < Calibration().batch:
             return self.batch
         with torch.no_grad():
             elements = self.units[0].run(self.teacher, self.image_rows()[slice(0, 1)]).numel()
@@ -127,7 +127,9 @@ class Workspace:
         """Put a finished unit back into the student; False if it was not finished."""
         if not self.ranks.decide(self.folder.has(stage, unit.name)):
             return False
-        tensors = self.folder.load(stage, unit.name) or {}
+        tensors = self.folder.load(stage, unit.name)
+        if tensors is None:
+            raise RunError(f"this process cannot read the checkpoint of {unit.name}: all need the same run folder")
         for name in unit.modules:
             module = self.student.get_submodule(name)
             prefix = f"{name}."

@@ -1,30 +1,37 @@
 """Fused GPU kernels (Triton) for the steps of the optimisation loop, each with its gradient in closed form.
 
 Every function here has a plain torch twin, in the module that calls it, which says what it means; `usable` decides.
-The twins run on the CPU and wherever Triton is missing, and the tests hold each kernel against its twin.
+The twins run on the CPU and wherever Triton does not work, and the tests hold each kernel against its twin.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 
 import torch
 from torch import Tensor
 
+log = logging.getLogger(__name__)
 switched_on = os.environ.get("APHQ_KERNELS", "1") != "0"
 interpreted = False  # on the CPU too, slowly, by Triton's own interpreter (TRITON_INTERPRET=1): for tests
 
 
 def usable(x: Tensor) -> bool:
     """Whether the kernels can take this tensor."""
-    return switched_on and x.dtype == torch.float32 and (x.is_cuda or interpreted) and _triton_works()
+    return switched_on and x.dtype == torch.float32 and (x.is_cuda or interpreted) and _triton_works(x.device)
 
 
 @functools.cache
-def _triton_works() -> bool:
+def _triton_works(device: torch.device) -> bool:
+    """Whether a kernel can be compiled and launched: Triton needs a C compiler, and a GPU that it knows."""
     try:
-        import triton  # noqa: F401
-    except ImportError:
+        from aphq.kernels.relu import relu_and_clamped
+
+        relu_and_clamped(torch.zeros(1, device=device), 1.0)
+    except Exception as problem:
+        reason = str(problem).strip().split("\n")[0] or type(problem).__name__
+        log.warning("Triton kernels do not work here (%s); running without them, with the same result", reason)
         return False
     return True

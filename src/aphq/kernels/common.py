@@ -43,7 +43,7 @@ def through_codes(x, scale, low, high):
     v = x / scale
     rounded = round_even(tl.minimum(tl.maximum(v, low - 2), high + 2))
     code = tl.minimum(tl.maximum(rounded, low), high)
-    return code * scale, code, v, code == rounded
+    return tl.where(v == v, code * scale, v), code, v, code == rounded
 
 
 def drop_arguments(drop: Drop | None, x: Tensor) -> tuple[Tensor, int, int, int]:

@@ -28,7 +28,9 @@ def _column_sums(
     for step in range(passes):
         row = (tl.program_id(1) * passes + step) * row_block + tl.arange(0, row_block)
         inside = (row[:, None] < rows) & (column[None, :] < columns)
-        total += tl.sum(tl.load(x_ptr + row[:, None] * columns + column[None, :], mask=inside, other=0.0), axis=0)
+        total += tl.sum(
+            tl.load(x_ptr + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0), axis=0
+        )
     tl.store(sum_ptr + tl.program_id(1) * columns + column, total, mask=column < columns)
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from aphq.kernels.common import BLOCK
 
+TINY: tl.constexpr = tl.constexpr(1e-30)  # whose logarithm is a number
+
 
 @triton.jit
 def _soft(alpha, zeta, gamma):
@@ -32,7 +34,7 @@ def _forward(
     h = tl.minimum(tl.maximum(raw, 0.0), 1.0)
     code = tl.minimum(tl.maximum(tl.load(floor_ptr + i, mask=inside) + h, 0.0), top)
     tl.store(weight_ptr + i, (code - zero) * scale, mask=inside)
-    decided = tl.exp2(tl.load(beta_ptr) * tl.log2(tl.abs(2 * h - 1)))
+    decided = tl.exp2(tl.load(beta_ptr) * tl.log2(tl.maximum(tl.abs(2 * h - 1), TINY)))
     tl.store(penalty_ptr + tl.program_id(0), tl.sum(tl.where(inside, 1 - decided, 0.0), axis=0))
 
 
@@ -51,9 +53,8 @@ def _backward(
     code = tl.load(floor_ptr + i, mask=inside) + h
     of_weight = tl.where((code >= 0) & (code <= top), tl.load(grad_ptr + i, mask=inside) * scale, 0.0)
     beta, side = tl.load(beta_ptr), 2 * h - 1
-    away = (
-        beta * tl.exp2((beta - 1) * tl.log2(tl.abs(side))) * 2 * tl.where(side > 0, 1.0, tl.where(side < 0, -1.0, 0.0))
-    )
+    sign = tl.where(side > 0, 1.0, tl.where(side < 0, -1.0, 0.0))
+    away = 2 * beta * tl.exp2((beta - 1) * tl.log2(tl.maximum(tl.abs(side), TINY))) * sign
     tl.store(grad_alpha_ptr + i, (of_weight - tl.load(pull_ptr) * away) * slope, mask=inside)
 
 

@@ -19,7 +19,8 @@ LARGEST_BLOCK = 1024
 @triton.jit
 def _errors(x_ptr, scale_ptr, zero_ptr, error_ptr, top, candidates, groups, inner, block: tl.constexpr):
     """error[row, c, i] = Q_c(x[row, i]) - x[row, i]"""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunks = tl.cdiv(inner, block)
+    row, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
     column = chunk * block + tl.arange(0, block)
     inside = column < inner
     x = tl.load(x_ptr + row * inner + column, mask=inside, other=0.0)
@@ -33,7 +34,8 @@ def _errors(x_ptr, scale_ptr, zero_ptr, error_ptr, top, candidates, groups, inne
 @triton.jit
 def _squared(x_ptr, scale_ptr, zero_ptr, sum_ptr, top, candidates, groups, inner, block: tl.constexpr):
     """sums[row, chunk, c] of (Q_c(x) - x)^2 over a chunk of a row, which is read once."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunks = tl.cdiv(inner, block)
+    row, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
     column = chunk * block + tl.arange(0, block)
     inside = column < inner
     x = tl.load(x_ptr + row * inner + column, mask=inside, other=0.0)
@@ -42,13 +44,14 @@ def _squared(x_ptr, scale_ptr, zero_ptr, sum_ptr, top, candidates, groups, inner
         scale, zero = tl.load(scale_ptr + c * groups + group), tl.load(zero_ptr + c * groups + group)
         y, _, _, _ = through_codes(x, scale, -zero, top - zero)
         total = tl.sum((y - x) * (y - x), axis=0)  # an element outside is 0, which every quantizer keeps
-        tl.store(sum_ptr + (row * tl.num_programs(1) + chunk) * candidates + c, total)
+        tl.store(sum_ptr + (row * chunks + chunk) * candidates + c, total)
 
 
 @triton.jit
 def _product(a_ptr, shift_ptr, b_ptr, sum_ptr, candidates, inner, square: tl.constexpr, block: tl.constexpr):
     """sums[row, c, chunk] of (a + shift) * b, or of (a + shift)^2."""
-    row_c, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunks = tl.cdiv(inner, block)
+    row_c, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
     column = chunk * block + tl.arange(0, block)
     inside = column < inner
     a = tl.load(a_ptr + row_c * inner + column, mask=inside, other=0.0)
@@ -57,7 +60,7 @@ def _product(a_ptr, shift_ptr, b_ptr, sum_ptr, candidates, inner, square: tl.con
         b = a
     else:
         b = tl.load(b_ptr + row_c * inner + column, mask=inside, other=0.0)
-    tl.store(sum_ptr + row_c * tl.num_programs(1) + chunk, tl.sum(a * b, axis=0))
+    tl.store(sum_ptr + row_c * chunks + chunk, tl.sum(a * b, axis=0))
 
 
 def candidate_errors(x: Tensor, scale: Tensor, zero_point: Tensor, top: int) -> Tensor:
@@ -65,7 +68,7 @@ def candidate_errors(x: Tensor, scale: Tensor, zero_point: Tensor, top: int) -> 
     (candidates, groups), (rows, inner) = scale.shape, x.shape
     errors = torch.empty(rows, candidates, inner, device=x.device)
     block = _block(inner)
-    grid = (rows, triton.cdiv(inner, block))
+    grid = (rows * triton.cdiv(inner, block),)
     _errors[grid](x, scale, zero_point, errors, float(top), candidates, groups, inner, block=block)
     return errors
 
@@ -74,9 +77,9 @@ def squared_errors(x: Tensor, scale: Tensor, zero_point: Tensor, top: int) -> Te
     """x [rows, inner] -> the sum of (Q(x) - x)^2 over each group, [candidates, groups]."""
     (candidates, groups), (rows, inner) = scale.shape, x.shape
     block = _block(inner)
-    grid = (rows, triton.cdiv(inner, block))
-    sums = torch.empty(rows // groups, groups, grid[1], candidates, device=x.device)
-    _squared[grid](x, scale, zero_point, sums, float(top), candidates, groups, inner, block=block)
+    chunks = triton.cdiv(inner, block)
+    sums = torch.empty(rows // groups, groups, chunks, candidates, device=x.device)
+    _squared[(rows * chunks,)](x, scale, zero_point, sums, float(top), candidates, groups, inner, block=block)
     return sums.sum((0, 2)).T
 
 
@@ -85,9 +88,11 @@ def summed_product(a: Tensor, shift: Tensor, b: Tensor | None) -> Tensor:
     shift [rows, inner] is the same for all candidates."""
     rows, candidates, inner = a.shape
     block = _block(inner)
-    grid = (rows * candidates, triton.cdiv(inner, block))
-    sums = torch.empty(rows, candidates, grid[1], device=a.device)
-    _product[grid](a, shift, a if b is None else b, sums, candidates, inner, square=b is None, block=block)
+    chunks = triton.cdiv(inner, block)
+    sums = torch.empty(rows, candidates, chunks, device=a.device)
+    _product[(rows * candidates * chunks,)](
+        a, shift, a if b is None else b, sums, candidates, inner, square=b is None, block=block
+    )
     return sums.sum(2)
 
 

@@ -1,6 +1,6 @@
 """Attention probabilities through a quantizer: scale, bias, softmax, codes and drops in one pass, and one back.
 
-Twin: `models.attention.quantized_softmax`.
+Twin: `models.attention.probabilities` and a quantizer.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ class Quantizer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.enabled:
             return x
-        if not torch.is_grad_enabled() and self.drop is None:
+        learns = torch.is_grad_enabled() and (x.requires_grad or self.scale.requires_grad)
+        if self.drop is None and not learns:
             return fake_quantize(x.relu() if self.relu else x, self.scale, self.zero_point, self.bits)
         return fake_quantize_learned(x, self.scale, self.zero_point, self.bits, self.drop, self.relu)
 

@@ -23,7 +23,7 @@ class LearnedRounding(nn.Module):
         super().__init__()
         self.quantizer = quantizer
         self.zeta, self.gamma = zeta, gamma
-        ratio = weight.detach() / quantizer.scale.data
+        ratio = weight.detach().contiguous() / quantizer.scale.data  # kernels count elements in this order
         floor = ratio.floor()
         self.register_buffer("floor_code", floor + quantizer.zero_point)
         # start where the soft weight equals the float weight: h(alpha) = fractional part

@@ -165,7 +165,8 @@ def _reconstruct(
             (first,) = work.ranks.add([forward(samples[0, work.ranks.share_of(samples.shape[1])].to(device))])
             scale = config.first_loss / first.clamp_min(1e-30)
         loop = _loop(work, config, learned, samples, loss_of)
-        loop.capture = recordable(visit.teacher_in, visit.teacher_out, visit.student_in, importance.each)
+        reads = (visit.teacher_in, visit.teacher_out, visit.student_in, importance.each)
+        loop.capture = work.ranks.agree_that(recordable(*reads))
         return loop.run(lambda n: work.progress.advance(n, unit.name))
 
 

@@ -92,7 +92,8 @@ class Importances:
         with torch.enable_grad(), change_outputs({site: model.get_submodule(site)}, change):
             logits = self._suffix(visit.unit, visit.unit.run(model, source[rows]))
             loss = distillation_loss(logits, target, self.config.temperature)
-            return torch.autograd.grad(loss, leaf[0])[0]
+            # the loss is a mean over the batch: undone, so that an image counts the same in a short last batch
+            return torch.autograd.grad(loss, leaf[0])[0].mul_(len(target))
 
     def _suffix(self, unit: Unit, output: Tensor) -> Tensor:
         """A unit's output to the logits, through the float teacher."""

@@ -26,7 +26,7 @@ NARROWEST = 0.9
 
 
 def reparameterise_norms(work: Workspace, config: settings.LayerNormReparameterisation) -> None:
-    """The stage: every LayerNorm whose only reader is a layer with a quantized input."""
+    """The stage: every LayerNorm whose only reader is a layer with a quantized input, and the attention values."""
     todo = [unit for unit in work.units if unit.norms and not work.restore_unit(config.NAME, unit)]
     work.progress.start(config.NAME, len(todo))
     for unit, rows in work.walk_one(work.student, config.images) if todo else ():

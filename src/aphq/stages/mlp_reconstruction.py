@@ -24,7 +24,7 @@ from aphq.engine.workspace import Visit, Workspace
 from aphq.models.architecture import Unit
 from aphq.models.student import swap_activation
 from aphq.stages.batches import recordable, weighted_error
-from aphq.stages.importance import ImportanceMap, Importances
+from aphq.stages.importance import Importances
 from aphq.stages.percentile import positive_percentile
 
 MOST_TOGETHER = 6  # MLPs trained side by side on a GPU; a checkpoint comes after each lot
@@ -69,7 +69,7 @@ class Job:
 
 def _room_for_another(work: Workspace, job: Job) -> bool:
     """Whether the fastest memory holds one more MLP's activations. On the CPU side by side gains nothing."""
-    return work.device.type == "cuda" and work.store.room("gpu") > 2 * job.bytes
+    return work.ranks.decide(work.device.type == "cuda" and work.store.room("gpu") > 2 * job.bytes)
 
 
 def _train(work: Workspace, config: settings.MlpReconstruction, jobs: list[Job]) -> None:
@@ -93,7 +93,7 @@ def _prepare(
 ) -> Job:
     name = _mlp(unit)
     inputs, targets = _teacher_pairs(work, unit, rows)
-    importance = _importance(work, config, importances, unit, rows)
+    importance = importances.at(name, Visit(unit, rows, targets, rows))  # the student sees what the teacher sees
     bound = positive_percentile(lambda: _hidden(work, name, inputs), config.percentile)
     mlp: Any = work.student.get_submodule(name)
     parameters = [p for layer in (mlp.fc1, mlp.fc2) for p in (layer.weight, layer.bias) if p is not None]
@@ -115,7 +115,7 @@ def _prepare(
         groups=[Group(parameters, cosine(config.learning_rate, config.steps))],
         samples=samples,
         device=work.device,
-        capture=recordable(inputs, targets, importance.each),
+        capture=work.ranks.agree_that(recordable(inputs, targets, importance.each)),
         ranks=work.ranks,
     )
     return Job(unit, loop, bound, inputs.nbytes + targets.nbytes + (importance.each.nbytes if importance.each else 0))
@@ -169,12 +169,3 @@ def _hidden(work: Workspace, name: str, inputs: Activations) -> Iterator[Tensor]
     mlp: Any = work.teacher.get_submodule(name)
     for start in range(0, len(inputs), work.pass_batch):
         yield mlp.act(mlp.fc1(inputs[slice(start, start + work.pass_batch)]))
-
-
-def _importance(
-    work: Workspace, config: settings.MlpReconstruction, importances: Importances, unit: Unit, rows: Rows
-) -> ImportanceMap:
-    """The map at the MLP's output; here the student sees what the teacher sees."""
-    needs_visit = config.importance.kind in ("ph", "aph", "brecq")
-    outputs = work.forward(work.teacher, unit.run, rows) if needs_visit else rows
-    return importances.at(_mlp(unit), Visit(unit, rows, outputs, rows))

@@ -107,9 +107,11 @@ def logits_from(work: Workspace, unit: Unit, rows: Rows, config: settings.ScaleS
 
 def has_outliers(sample: Sample, config: settings.ScaleSearch) -> bool:
     """Whether a layer's input is so much wider than nearly all of it."""
+    if not _wanted(config):
+        return False
     widest = torch.maximum(sample.range.upper, -sample.range.lower)
     typical = group_quantile(sample.values.abs(), sample.groups, TYPICAL)
-    return _wanted(config) and bool((widest > config.outlier_ratio * typical).any())
+    return bool((widest > config.outlier_ratio * typical).any())
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ def search_scales(work: Workspace, config: settings.ScaleSearch) -> None:
             for name, site in sites.items():
                 if isinstance(site, QuantizedProduct):
                     search_product(site, samples[name], config)
-                elif name in shrunk or has_outliers(samples[name][0], config):
+                elif site.input_quantizer is not None and (name in shrunk or has_outliers(samples[name][0], config)):
                     _search_outlying(work, unit, rows, site, samples[name][0], config)
                 else:
                     search_layer(site, samples[name][0], config)
