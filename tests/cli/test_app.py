@@ -47,7 +47,14 @@ def process(*arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
     command_line = [sys.executable, "-m", "aphq", *arguments]
     return subprocess.Popen(
-        command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd="/"
+        command_line,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd="/",
+        # a shell starts background jobs with Ctrl-C ignored, and what they start inherits that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

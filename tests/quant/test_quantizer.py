@@ -100,6 +100,8 @@ def test_it_can_take_over_the_relu_before_it(gradients: bool) -> None:
         apart = quantizer(X.relu())
         quantizer.relu = True
         assert torch.equal(quantizer(X), apart)
+        quantizer.enabled = False
+        assert torch.equal(quantizer(X), X.relu()), "switched off it is still the ReLU"
 
 
 def test_learning_means_on_with_gradients_and_something_to_learn() -> None:

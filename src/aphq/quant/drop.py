@@ -30,7 +30,7 @@ class Drop:
 
     @property
     def threshold(self) -> int:
-        return min(255, round(256 * self.share))
+        return threshold(self.share)
 
     def first(self, elements: int) -> int:
         """The number, among those of all processes, of the first of my `elements`."""
@@ -46,11 +46,16 @@ class Drop:
         return hashed_mask(like.shape, self)
 
 
+def threshold(share: float) -> int:
+    """A random byte is below it with probability `share`."""
+    return min(255, round(256 * share))
+
+
 def random_mask(shape: tuple[int, ...], share: float) -> Tensor:
     """True with probability `share` (to 1/256): one random byte per element, eight per draw."""
     size = math.prod(shape)
     words = torch.empty(-(-size // 8), dtype=torch.long).random_(-(2**63), None)
-    return words.view(torch.uint8)[:size].view(shape) < min(255, round(256 * share))
+    return words.view(torch.uint8)[:size].view(shape) < threshold(share)
 
 
 def hashed_mask(shape: torch.Size, drop: Drop) -> Tensor:

@@ -49,7 +49,7 @@ class Quantizer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.enabled:
-            return x
+            return x.relu() if self.relu else x
         learns = torch.is_grad_enabled() and (x.requires_grad or self.scale.requires_grad)
         if self.drop is None and not learns:
             return fake_quantize(x.relu() if self.relu else x, self.scale, self.zero_point, self.bits)

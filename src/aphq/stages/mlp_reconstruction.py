@@ -27,6 +27,7 @@ from aphq.stages.batches import recordable, weighted_error
 from aphq.stages.importance import Importances
 from aphq.stages.percentile import positive_percentile
 
+HIDDEN_TENSORS = 7  # as large as the hidden activations that a step holds: plain and clamped, and gradients
 MOST_TOGETHER = 6  # MLPs trained side by side on a GPU; a checkpoint comes after each lot
 
 
@@ -44,7 +45,7 @@ def reconstruct_mlps(work: Workspace, config: settings.MlpReconstruction) -> Non
     for unit, rows in work.walk_one(work.teacher):
         if unit in todo:
             jobs.append(_prepare(work, config, importances, unit, rows))
-            if unit is todo[-1] or len(jobs) == MOST_TOGETHER or not _room_for_another(work, jobs[-1]):
+            if unit is todo[-1] or len(jobs) == MOST_TOGETHER or not _room_for_another(work, jobs):
                 _train(work, config, jobs)
                 jobs = []
         if unit is todo[-1]:
@@ -65,11 +66,14 @@ class Job:
     loop: Loop
     bound: float
     bytes: int  # of cached activations
+    working_bytes: int  # of a step
 
 
-def _room_for_another(work: Workspace, job: Job) -> bool:
-    """Whether the fastest memory holds one more MLP's activations. On the CPU side by side gains nothing."""
-    return work.ranks.decide(work.device.type == "cuda" and work.store.room("gpu") > 2 * job.bytes)
+def _room_for_another(work: Workspace, jobs: list[Job]) -> bool:
+    """Whether the GPU holds the activations of one more MLP like these, and the steps of all. On the CPU side by side
+    gains nothing."""
+    needed = 2 * jobs[-1].bytes + sum(job.working_bytes for job in jobs)
+    return work.ranks.decide(work.device.type == "cuda" and work.store.room("gpu") > needed)
 
 
 def _train(work: Workspace, config: settings.MlpReconstruction, jobs: list[Job]) -> None:
@@ -118,7 +122,9 @@ def _prepare(
         capture=work.ranks.agree_that(recordable(inputs, targets, importance.each)),
         ranks=work.ranks,
     )
-    return Job(unit, loop, bound, inputs.nbytes + targets.nbytes + (importance.each.nbytes if importance.each else 0))
+    cached = inputs.nbytes + targets.nbytes + (importance.each.nbytes if importance.each else 0)
+    hidden = batch * inputs.data[0].numel() // inputs.data.shape[-1] * len(mlp.fc1.weight)
+    return Job(unit, loop, bound, cached, 4 * HIDDEN_TENSORS * hidden)
 
 
 def _learning(layer: Any, x: Tensor) -> Tensor:
