@@ -123,13 +123,20 @@ class Workspace:
         }
         self.folder.save(stage, unit.name, tensors)
 
+    def recall(self, stage: str, name: str) -> dict[str, Tensor] | None:
+        """A checkpoint, or None if the first process has none."""
+        if not self.ranks.decide(self.folder.has(stage, name)):
+            return None
+        tensors = self.folder.load(stage, name)
+        if tensors is None:
+            raise RunError(f"this process cannot read the checkpoint of {name}: all need the same run folder")
+        return tensors
+
     def restore_unit(self, stage: str, unit: Unit) -> bool:
         """Put a finished unit back into the student; False if it was not finished."""
-        if not self.ranks.decide(self.folder.has(stage, unit.name)):
-            return False
-        tensors = self.folder.load(stage, unit.name)
+        tensors = self.recall(stage, unit.name)
         if tensors is None:
-            raise RunError(f"this process cannot read the checkpoint of {unit.name}: all need the same run folder")
+            return False
         for name in unit.modules:
             module = self.student.get_submodule(name)
             prefix = f"{name}."

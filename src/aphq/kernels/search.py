@@ -17,8 +17,11 @@ LARGEST_BLOCK = 1024
 
 
 @triton.jit
-def _errors(x_ptr, scale_ptr, zero_ptr, error_ptr, top, candidates, groups, inner, block: tl.constexpr):
-    """error[row, c, i] = Q_c(x[row, i]) - x[row, i]"""
+def _errors(
+    x_ptr, scale_ptr, zero_ptr, out_ptr, top, candidates, groups, inner, squared: tl.constexpr, block: tl.constexpr
+):
+    """Of a chunk of a row, which is read once: error[row, c, i] = Q_c(x[row, i]) - x[row, i], or the sums of their
+    squares [row, chunk, c]."""
     chunks = tl.cdiv(inner, block)
     row, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
     column = chunk * block + tl.arange(0, block)
@@ -28,23 +31,11 @@ def _errors(x_ptr, scale_ptr, zero_ptr, error_ptr, top, candidates, groups, inne
     for c in range(candidates):
         scale, zero = tl.load(scale_ptr + c * groups + group), tl.load(zero_ptr + c * groups + group)
         y, _, _, _ = through_codes(x, scale, -zero, top - zero)
-        tl.store(error_ptr + (row * candidates + c) * inner + column, y - x, mask=inside)
-
-
-@triton.jit
-def _squared(x_ptr, scale_ptr, zero_ptr, sum_ptr, top, candidates, groups, inner, block: tl.constexpr):
-    """sums[row, chunk, c] of (Q_c(x) - x)^2 over a chunk of a row, which is read once."""
-    chunks = tl.cdiv(inner, block)
-    row, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
-    column = chunk * block + tl.arange(0, block)
-    inside = column < inner
-    x = tl.load(x_ptr + row * inner + column, mask=inside, other=0.0)
-    group = row % groups
-    for c in range(candidates):
-        scale, zero = tl.load(scale_ptr + c * groups + group), tl.load(zero_ptr + c * groups + group)
-        y, _, _, _ = through_codes(x, scale, -zero, top - zero)
-        total = tl.sum((y - x) * (y - x), axis=0)  # an element outside is 0, which every quantizer keeps
-        tl.store(sum_ptr + (row * chunks + chunk) * candidates + c, total)
+        if squared:
+            total = tl.sum((y - x) * (y - x), axis=0)  # an element outside is 0, which every quantizer keeps
+            tl.store(out_ptr + (row * chunks + chunk) * candidates + c, total)
+        else:
+            tl.store(out_ptr + (row * candidates + c) * inner + column, y - x, mask=inside)
 
 
 @triton.jit
@@ -69,7 +60,7 @@ def candidate_errors(x: Tensor, scale: Tensor, zero_point: Tensor, top: int) -> 
     errors = torch.empty(rows, candidates, inner, device=x.device)
     block = _block(inner)
     grid = (rows * triton.cdiv(inner, block),)
-    _errors[grid](x, scale, zero_point, errors, float(top), candidates, groups, inner, block=block)
+    _errors[grid](x, scale, zero_point, errors, float(top), candidates, groups, inner, squared=False, block=block)
     return errors
 
 
@@ -79,7 +70,9 @@ def squared_errors(x: Tensor, scale: Tensor, zero_point: Tensor, top: int) -> Te
     block = _block(inner)
     chunks = triton.cdiv(inner, block)
     sums = torch.empty(rows // groups, groups, chunks, candidates, device=x.device)
-    _squared[(rows * chunks,)](x, scale, zero_point, sums, float(top), candidates, groups, inner, block=block)
+    _errors[(rows * chunks,)](
+        x, scale, zero_point, sums, float(top), candidates, groups, inner, squared=True, block=block
+    )
     return sums.sum((0, 2)).T
 
 

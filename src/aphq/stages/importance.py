@@ -130,8 +130,9 @@ def fisher_diagonals(work: Workspace, config: settings.Importance) -> dict[str, 
     kept = f"fisher-{config.probes}-{config.temperature:g}"
     if kept in work.shared:
         return work.shared[kept]
-    if work.ranks.decide(work.folder.has("importance", kept)):
-        return work.folder.load("importance", kept) or {}
+    saved = work.recall("importance", kept)
+    if saved is not None:
+        return saved
     sites = [site for unit in work.units if unit.kind != "head" for site in (unit.mlp, unit.name) if site is not None]
     generator = generator_for(work.recipe.seed, "fisher")
     modules = {site: work.teacher.get_submodule(site) for site in sites}

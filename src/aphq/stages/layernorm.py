@@ -16,13 +16,9 @@ from aphq import recipe as settings
 from aphq.engine.workspace import Workspace
 from aphq.models.architecture import NormPair
 from aphq.quant.layers import QuantizedLayer
-from aphq.quant.search import Searcher, self_cost
+from aphq.stages.channels import LARGEST_RATIO, TOKENS, channel_scales
 from aphq.stages.samples import Sample, sample_inputs
 from aphq.stages.values import reparameterise_values
-
-LARGEST_RATIO = 100.0  # a dead channel must not blow up its LayerNorm weight
-TOKENS = 4096
-NARROWEST = 0.9
 
 
 def reparameterise_norms(work: Workspace, config: settings.LayerNormReparameterisation) -> None:
@@ -60,10 +56,7 @@ def reparameterise(
     """Change `norm` and `layer` in place; together they compute what they did."""
     quantizer = layer.input_quantizer
     assert quantizer is not None
-    x, groups = sample.values, sample.groups  # [tokens, channels], one group per channel
-    form = (quantizer.bits, quantizer.symmetric)
-    searcher = Searcher.of(x, groups, *form, config.candidates, NARROWEST, sample.range)
-    scales, zero_points = searcher.affine(searcher.start(self_cost(x, groups, quantizer.bits)))
+    scales, zero_points = channel_scales(sample.values, quantizer, config.candidates, sample.range)
     ratio, shift = ratio_and_shift(scales, zero_points)
     if not pair.may_shift or quantizer.symmetric or getattr(norm, "bias", None) is None:
         shift = torch.zeros_like(shift)

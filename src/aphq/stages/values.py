@@ -18,12 +18,8 @@ from aphq.engine.store import Rows
 from aphq.engine.workspace import Workspace
 from aphq.models.architecture import Unit
 from aphq.models.attention import OpenAttention
-from aphq.quant.search import Searcher, self_cost
+from aphq.stages.channels import LARGEST_RATIO, TOKENS, channel_scales
 from aphq.stages.samples import sample_inputs
-
-TOKENS = 4096
-NARROWEST = 0.9
-LARGEST_RATIO = 100.0  # a dead channel must not blow up
 
 
 @torch.no_grad()
@@ -46,9 +42,7 @@ def _reparameterise(work: Workspace, unit: Unit, rows: Rows, name: str, attentio
     mixing, sample = sample_inputs(work, unit, rows, {site: attention.pv}, {site: (1,)}, TOKENS)[site]
     mean = _as_tokens(mixing.values @ sample.values).mean(0)
     values = _as_tokens(sample.values) - mean
-    channels = (values.shape[1],)
-    searcher = Searcher.of(values, channels, quantizer.bits, quantizer.symmetric, candidates, NARROWEST)
-    scales, _ = searcher.affine(searcher.start(self_cost(values, channels, quantizer.bits)))
+    scales, _ = channel_scales(values, quantizer, candidates)
     ratio = (scales / scales.mean()).clamp(1 / LARGEST_RATIO, LARGEST_RATIO)
     of_values = slice(-len(ratio), None)  # qkv gives queries, keys and values, in this order
     attention.proj.add_to_bias(attention.proj.weight.data @ mean)
