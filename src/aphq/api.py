@@ -35,7 +35,7 @@ from aphq.models.coverage import Coverage, coverage
 from aphq.models.loading import load_model, model_fingerprint
 from aphq.models.student import finalise, make_student
 from aphq.presets import preset
-from aphq.recipe import BlockReconstruction, MlpReconstruction, Recipe
+from aphq.recipe import BlockReconstruction, JointTuning, MlpReconstruction, Recipe
 from aphq.stages import RUN_STAGE
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def quantize(
     labelled = None if val is None else as_labelled(val, _classes(teacher))
     images = _load_images(data, preprocessing, chosen, progress)
     for stage in chosen.stages:
-        if isinstance(stage, (MlpReconstruction, BlockReconstruction)):
+        if isinstance(stage, (MlpReconstruction, BlockReconstruction, JointTuning)):
             ranks.share_of(min(stage.batch, len(images)))  # refused before anything is written
 
     before = torch.cuda.current_device() if target.type == "cuda" else None
@@ -158,7 +158,8 @@ def quantize(
         else:
             store = _store(target, folder, gpu_memory_gb, host_memory_gb)
             student = make_student(teacher, architecture, units, chosen).to(target)
-            work = Workspace(teacher, student, units, images, chosen, target, store, folder, progress, ranks)
+            streams = architecture.streams(teacher)
+            work = Workspace(teacher, student, units, images, chosen, target, store, folder, progress, ranks, streams)
             run.seconds = _run_stages(work)
             finalise(student)
             attach(student, _info(teacher, student, architecture, units, chosen, preprocessing, sha))
@@ -275,7 +276,13 @@ def _load_images(data: Any, preprocessing: Preprocessing, recipe: Recipe, progre
         seen = done
 
     images = load_calibration(
-        data, preprocessing, count=settings.images, seed=recipe.seed, augment=settings.augment, progress=report
+        data,
+        preprocessing,
+        count=settings.images,
+        seed=recipe.seed,
+        augment=settings.augment,
+        whole=recipe.wants_views,
+        progress=report,
     )
     progress.finish()
     return images

@@ -12,14 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aphq import kernels
 from aphq.quant.quantizer import Quantizer
 from aphq.quant.rounding import LearnedRounding
+from aphq.quant.straight_through import StraightThrough
 
 
 class QuantizedLayer(nn.Module):
     """What linear layers and convolutions share: a weight, a bias, and the quantizers of weight and input."""
 
-    rounding: LearnedRounding | None
+    rounding: LearnedRounding | StraightThrough | None  # while the weight is being learned
 
     def __init__(self, source: nn.Linear | nn.Conv2d, weights: Quantizer | None, inputs: Quantizer | None) -> None:
         super().__init__()
@@ -70,6 +72,10 @@ class QuantizedLinear(QuantizedLayer):
         return x
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.bias is not None and self.bias.requires_grad and kernels.usable(x):
+            from aphq.kernels.linear import linear
+
+            return linear(x, weight, self.bias)
         return F.linear(x, weight, self.bias)
 
 
