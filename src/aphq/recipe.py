@@ -146,6 +146,16 @@ class ScaleSearch:
 
 
 @dataclass(frozen=True)
+class ErrorCompensation:
+    """Weights rounded column by column, the columns still free and the bias making up for the error of each."""
+
+    kind: Literal["error_compensation"] = "error_compensation"
+    images: int = 64
+    tokens: int = 8192  # rows drawn from the images for the Gram matrix of a layer's inputs
+    NAME: ClassVar[str] = "error_compensation"
+
+
+@dataclass(frozen=True)
 class BlockReconstruction:
     """Learned rounding and activation scales, unit by unit, with QDrop (paper Sec. 3.2 and Algorithm 1)."""
 
@@ -191,7 +201,15 @@ class JointTuning:
     NAME: ClassVar[str] = "joint_tuning"
 
 
-Stage = Rotation | MlpReconstruction | LayerNormReparameterisation | ScaleSearch | BlockReconstruction | JointTuning
+Stage = (
+    Rotation
+    | MlpReconstruction
+    | LayerNormReparameterisation
+    | ScaleSearch
+    | ErrorCompensation
+    | BlockReconstruction
+    | JointTuning
+)
 STAGES: dict[str, type[Stage]] = {cls.NAME: cls for cls in get_args(Stage)}  # in the order in which they run
 
 
@@ -406,6 +424,8 @@ def _check(recipe: Recipe) -> None:
     quantizes = any(isinstance(value, int) for key, value in bits.items() if key != "activations.image_bits")
     if names and quantizes:
         require("scale_search" in names, "a recipe that quantizes needs the stage scale_search (or bits: null)")
+    both = {"error_compensation", "block_reconstruction"} <= set(names)
+    require(not both, "error_compensation and block_reconstruction both round the weights for good: leave one out")
 
     for stage in recipe.stages:
         for f in dataclasses.fields(stage):

@@ -6,6 +6,7 @@ from typing import Any
 from aphq.engine.workspace import Workspace
 from aphq.recipe import (
     BlockReconstruction,
+    ErrorCompensation,
     JointTuning,
     LayerNormReparameterisation,
     MlpReconstruction,
@@ -13,6 +14,7 @@ from aphq.recipe import (
     ScaleSearch,
 )
 from aphq.stages.block_reconstruction import reconstruct_blocks
+from aphq.stages.error_compensation import compensate_errors
 from aphq.stages.joint_tuning import tune_jointly
 from aphq.stages.layernorm import reparameterise_norms
 from aphq.stages.mlp_reconstruction import reconstruct_mlps
@@ -24,6 +26,7 @@ RUN_STAGE: dict[type, Callable[[Workspace, Any], None]] = {
     MlpReconstruction: reconstruct_mlps,
     LayerNormReparameterisation: reparameterise_norms,
     ScaleSearch: search_scales,
+    ErrorCompensation: compensate_errors,
     BlockReconstruction: reconstruct_blocks,
     JointTuning: tune_jointly,
 }
