@@ -75,7 +75,7 @@ class ScenePreprocessing:
         return height, width
 
     def scene(self, image: Image.Image) -> Scene:
-        pixels = np.asarray(to_mode(image, 3))
+        pixels = np.array(to_mode(image, 3))
         original = (pixels.shape[0], pixels.shape[1])
         resized = resize(pixels, self.resized(original))
         return Scene(torch.from_numpy(resized).permute(2, 0, 1).contiguous(), original)
