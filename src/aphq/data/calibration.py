@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class CalibrationSet:
     preprocessing: Preprocessing
     names: tuple[str, ...] = ()  # one per image, empty for data that came from memory
     skipped: tuple[tuple[str, str], ...] = ()  # name and reason of each corrupt image
+    ragged: ClassVar[bool] = False  # all of one size
 
     def __post_init__(self) -> None:
         check_shape(self.images, self.preprocessing)
