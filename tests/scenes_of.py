@@ -35,9 +35,9 @@ def scenes() -> SceneSet:
     return load_scenes(pictures(), RULES, count=COUNT, seed=0)
 
 
-def short_recipe(bits: str = "w4a4", **changes: Any) -> Recipe:
+def short_recipe(bits: str = "w4a4", effort: str = "balanced", **changes: Any) -> Recipe:
     few = {f"{stage}__images": COUNT for stage in ("calibration", "scale_search", "layernorm_reparameterisation")}
-    return short(bits, **{**few, **changes})
+    return short(bits, effort, **{**few, **changes})
 
 
 def scene_workspace(teacher: nn.Module, recipe: Recipe | None = None) -> Workspace:

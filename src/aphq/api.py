@@ -194,16 +194,17 @@ def evaluate(
     batch: int = 50,
     limit: int | None = None,
     progress: Callable[[int], None] | None = None,
+    keep: Callable[[Any], None] | None = None,
 ) -> Any:
     """Top-1 and top-5 (`Accuracy`) of a model or of a saved run on labelled images, or the box and mask AP of a
-    detector (`DetectionAccuracy`) on (instances.json, folder of images)."""
+    detector (`DetectionAccuracy`) on (instances.json, folder of images); `keep` then gets every detection."""
     target = resolve_device(device)
     if isinstance(model, (str, Path)):
         model = load(model, target)
     info = info_of(model)
     task = task_of(architecture_of(model) if info is None else architecture_named(info.family))
     chosen = preprocessing or (info.preprocessing if info else task.preprocessing_of(model))
-    options: dict[str, Any] = {"batch": batch, "limit": limit, "progress": progress}
+    options: dict[str, Any] = {"batch": batch, "limit": limit, "progress": progress, "keep": keep}
     data = task.labelled(val, model)
     found = task.measure({"model": model.to(target).eval()}, data, chosen, device=target, **options)
     return found.accuracy["model"]

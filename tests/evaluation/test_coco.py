@@ -138,7 +138,9 @@ def test_detections_become_results(data: CocoData) -> None:
     (result,) = to_results(found, data.images[0], data)
     assert result["bbox"] == [10, 10, 30, 20]
     assert result["category_id"] == 3
-    assert mask_tools.area(result["segmentation"]) == 600
+    assert sum(result["segmentation"]["counts"][1::2]) == 600
+    expected = mask_tools.encode(np.asfortranarray(masks[0].numpy().astype(np.uint8)))
+    assert mask_tools.frPyObjects(result["segmentation"], 60, 90) == expected
     assert measure(data, [result]).box.ap > 0
 
 

@@ -19,6 +19,15 @@ from PIL import Image
 from aphq.data.images import ImageFiles
 from aphq.errors import DataError
 
+COCO_NAMES = (
+    "person|bicycle|car|motorcycle|airplane|bus|train|truck|boat|traffic light|fire hydrant|stop sign|parking meter|"
+    "bench|bird|cat|dog|horse|sheep|cow|elephant|bear|zebra|giraffe|backpack|umbrella|handbag|tie|suitcase|frisbee|"
+    "skis|snowboard|sports ball|kite|baseball bat|baseball glove|skateboard|surfboard|tennis racket|bottle|wine glass|"
+    "cup|fork|knife|spoon|bowl|banana|apple|sandwich|orange|broccoli|carrot|hot dog|pizza|donut|cake|chair|couch|"
+    "potted plant|bed|dining table|toilet|tv|laptop|mouse|remote|keyboard|cell phone|microwave|oven|toaster|sink|"
+    "refrigerator|book|clock|vase|scissors|teddy bear|hair drier|toothbrush"
+)
+
 
 @dataclass(frozen=True)
 class CocoImage:
@@ -79,6 +88,17 @@ def open_coco(annotations: str | Path, images: str | Path) -> CocoData:
         tuple(str(category.get("name", category["id"])) for category in categories),
         sum(image.id not in annotated for image in listed),
     )
+
+
+def class_names(annotations: Path | None, num_classes: int) -> tuple[str, ...]:
+    """The names of a model's classes: those of an annotation file, COCO's if there are 80, else their numbers."""
+    if annotations is not None:
+        listed = sorted(_read(annotations)["categories"], key=lambda category: category["id"])
+        if len(listed) != num_classes:
+            raise DataError(f"'{annotations}' has {len(listed)} categories, the model {num_classes} classes")
+        return tuple(str(category.get("name", category["id"])) for category in listed)
+    names = tuple(COCO_NAMES.split("|"))
+    return names if num_classes == len(names) else tuple(str(number) for number in range(num_classes))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -98,22 +99,27 @@ def detect(
 
 def to_results(found: Detections, image: CocoImage, data: CocoData) -> list[Result]:
     """Detections in COCO's format: boxes as (x, y, width, height), masks run-length encoded."""
-    encode = _library().mask.encode
     boxes, scores, labels = found.boxes.tolist(), found.scores.tolist(), found.labels.tolist()
     masks = found.masks.cpu().numpy().astype(np.uint8)
     results = []
     for (x1, y1, x2, y2), score, label, mask in zip(boxes, scores, labels, masks, strict=True):
-        runs = encode(np.asfortranarray(mask))
         results.append(
             {
                 "image_id": image.id,
                 "category_id": data.categories[label],
                 "bbox": [x1, y1, x2 - x1, y2 - y1],
                 "score": score,
-                "segmentation": {"size": list(runs["size"]), "counts": _text(runs["counts"])},
+                "segmentation": {"size": list(mask.shape), "counts": run_lengths(mask)},
             }
         )
     return results
+
+
+def run_lengths(mask: npt.NDArray[np.uint8]) -> list[int]:
+    """How many 0, then 1, then 0 ... follow each other down the columns: readable without COCO's tools."""
+    flat = np.concatenate([[0], mask.T.reshape(-1)])
+    changes = np.flatnonzero(np.diff(flat))
+    return [int(count) for count in np.diff(np.concatenate([[0], changes, [len(flat) - 1]]))]
 
 
 def measure(data: CocoData, results: Iterable[Result], images: Iterable[CocoImage] | None = None) -> DetectionAccuracy:
@@ -137,6 +143,9 @@ def _precision(data: CocoData, results: list[Result], ids: list[int], kind: str)
     outline = "bbox" if kind == "bbox" else "segmentation"
     own = [{key: r[key] for key in ("image_id", "category_id", "score", outline)} for r in results]
     library = _library()
+    for record in own if kind == "segm" else ():
+        if isinstance(record["segmentation"]["counts"], list):
+            record["segmentation"] = library.mask.frPyObjects(record["segmentation"], *record["segmentation"]["size"])
     with contextlib.redirect_stdout(io.StringIO()):
         truth = library.COCO(data.source, use_deepcopy=True)
         counter = library.COCOeval_faster(truth, truth.loadRes(own), kind)
@@ -146,10 +155,6 @@ def _precision(data: CocoData, results: list[Result], ids: list[int], kind: str)
         counter.summarize()
     # -1 stands for "no such object in the set"
     return AveragePrecision(*(100 * max(0.0, float(value)) for value in counter.stats[:6]))
-
-
-def _text(counts: bytes | str) -> str:
-    return counts if isinstance(counts, str) else counts.decode("ascii")
 
 
 def _library() -> Any:

@@ -61,6 +61,7 @@ class Classification(Task):
         limit: int | None,
         progress: Callable[[int], None] | None,
         batch: int = 50,
+        keep: Callable[[Any], None] | None = None,
     ) -> Measured:
         found = classification.compare(
             models, data, preprocessing, device=device, limit=limit, progress=progress, batch=batch

@@ -106,8 +106,9 @@ class Detection(Task):
         limit: int | None,
         progress: Callable[[int], None] | None,
         batch: int = 1,
+        keep: Callable[[Any], None] | None = None,
     ) -> Measured:
-        options: dict[str, Any] = {"device": device, "limit": limit, "progress": progress}
+        options: dict[str, Any] = {"device": device, "limit": limit, "progress": progress, "keep": keep}
         return Measured({name: coco.evaluate(model, data, preprocessing, **options) for name, model in models.items()})
 
     def recall(self, accuracy: Mapping[str, Any]) -> coco.DetectionAccuracy:

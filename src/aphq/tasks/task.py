@@ -75,8 +75,9 @@ class Task(ABC):
         limit: int | None,
         progress: Callable[[int], None] | None,
         batch: int = 50,
+        keep: Callable[[Any], None] | None = None,
     ) -> Measured:
-        """Accuracy on annotated images."""
+        """Accuracy on annotated images; `keep` gets what is found in them, where that is more than a class."""
 
     @abstractmethod
     def recall(self, accuracy: Mapping[str, Any]) -> Any:
