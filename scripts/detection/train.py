@@ -8,7 +8,7 @@ calibrate on those.
     python scripts/detection/train.py --kind mask_rcnn --coco instances.json --images-dir val2017 --out trained/mask
 
 writes model.safetensors, model.json (its DetectorConfig and preprocessing), learned.json (the annotations of the
-learned images), unseen.txt (paths of the others) and log.jsonl. `--backbone` starts from a timm Swin of that width.
+learned images), unseen.txt (names of the others) and log.jsonl. `--backbone` starts from a timm Swin of that width.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def split(source: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         "categories": source["categories"],
     }
     (args.out / "learned.json").write_text(json.dumps(learned))
-    unseen = [str((args.images_dir / i["file_name"]).resolve()) for i in images if i["id"] not in ids]
+    unseen = [image["file_name"] for image in images if image["id"] not in ids]
     (args.out / "unseen.txt").write_text("\n".join(unseen) + "\n")
     return learned
 
