@@ -13,6 +13,7 @@ files, measures what it finds there without running again.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import logging
 import subprocess
@@ -66,7 +67,7 @@ def spread(args: argparse.Namespace) -> int:
 
 
 def found_file(args: argparse.Namespace, trained: Path, run: str) -> Path:
-    return args.found / f"{trained.name}-{args.seed}-{run}.json".replace(":", "_")
+    return args.found / f"{trained.name}-{args.seed}-{run}.json.gz".replace(":", "_")
 
 
 def work(args: argparse.Namespace) -> None:
@@ -111,7 +112,8 @@ def work(args: argparse.Namespace) -> None:
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "torch": torch.__version__,
     }
-    found_file(args, trained, run).write_text(json.dumps({"line": line, "results": results}))
+    with gzip.open(found_file(args, trained, run), "wt") as handle:
+        json.dump({"line": line, "results": results}, handle)
     print(json.dumps(line), flush=True)
 
 
@@ -128,7 +130,8 @@ def measure_all(args: argparse.Namespace) -> None:
             file = found_file(args, trained, run)
             if not file.exists():
                 continue
-            found = json.loads(file.read_text())
+            with gzip.open(file, "rt") as handle:
+                found = json.load(handle)
             try:
                 accuracy = measure(data, found["results"])
             except DataError as problem:

@@ -195,3 +195,14 @@ def test_what_a_detector_cannot_use_is_refused(tmp_path: Path) -> None:
     broken.neck.fpn_convs[0].conv.weight[0] = torch.nan
     with pytest.raises(ModelError, match="not finite"):
         quantize(broken)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["mask_rcnn", "cascade_mask_rcnn"])
+def test_a_gpu_runs_every_stage_and_agrees_with_the_cpu(kind: str, tmp_path: Path) -> None:
+    quantize(detector(kind), out=tmp_path / "whole", device="cuda")
+    searched = short_recipe("w8a8", "fast")
+    there, here = (quantize(detector(kind), searched, device=device).model.cpu() for device in ("cuda", "cpu"))
+    found, expected = there(picture()), here(picture())
+    assert len(found) == len(expected)
+    torch.testing.assert_close(found.scores, expected.scores, rtol=0, atol=0.05)

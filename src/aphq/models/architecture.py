@@ -119,7 +119,22 @@ def architecture_of(model: nn.Module) -> Architecture:
                 architecture.check(model)
                 return architecture
     known = sorted(f"{cls.__module__.split('.')[0]}'s {cls.__name__}" for a in _REGISTRY for cls in a.classes)
-    raise ModelError(f"cannot quantize a {type(model).__name__}; supported: {', '.join(known)} and subclasses of them")
+    name, part = _first_strange_part(model)
+    where = f" (no adapter knows its module {name!r} of class {type(part).__name__})" if name else ""
+    raise ModelError(
+        f"cannot quantize a {type(model).__name__}{where}; supported: {', '.join(known)} and subclasses of them"
+    )
+
+
+def _first_strange_part(model: nn.Module) -> tuple[str, nn.Module]:
+    """The innermost of the first parts with parameters that is not one of torch's own layers."""
+    name, part = "", model
+    while True:
+        children = ((n, m) for n, m in part.named_children() if any(True for _ in m.parameters()))
+        first = next(children, None)
+        if first is None or type(first[1]).__module__.startswith("torch.nn."):
+            return name, part
+        name, part = f"{name}.{first[0]}".lstrip("."), first[1]
 
 
 def architecture_named(family: str) -> Architecture:
