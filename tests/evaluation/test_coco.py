@@ -147,10 +147,10 @@ def test_detections_become_results(data: CocoData) -> None:
 def test_a_model_is_measured_image_by_image(data: CocoData) -> None:
     kept: list[dict[str, Any]] = []
     seen = []
-    found = evaluate(detector(), data, SMALL, progress=seen.append, keep=kept.append)
+    found = evaluate({"it": detector()}, data, SMALL, progress=seen.append, keep=kept.append)["it"]
     assert len(seen) == found.images == 3
     assert measure(data, kept) == found
-    assert evaluate(detector(), data, SMALL, limit=1).images == 1
+    assert evaluate({"it": detector()}, data, SMALL, limit=1)["it"].images == 1
     assert (
         DetectionAccuracy.from_dict({"box": vars(found.box), "mask": vars(found.mask), "images": 3, "unannotated": 1})
         == found

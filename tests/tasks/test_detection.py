@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import aphq
+from aphq.data import Preprocessing
 from aphq.engine.folder import RunFolder
 from aphq.errors import DataError, ModelError, RecipeError
 from aphq.models.student import enable
@@ -189,6 +190,8 @@ def test_what_a_detector_cannot_use_is_refused(tmp_path: Path) -> None:
         quantize(detector(num_classes=5), val=write(tmp_path / "coco"))
     with pytest.raises(DataError, match=r"PIL images or uint8 tensors .* torch.float32"):
         aphq.quantize(model, short_recipe(), [torch.rand(3, 8, 8)], device="cpu")
+    with pytest.raises(DataError, match="ScenePreprocessing, not Preprocessing"):
+        quantize(model, preprocessing=Preprocessing((32, 32)))
     with pytest.raises(RecipeError, match="needs calibration images"):
         aphq.quantize(model, short_recipe(), device="cpu")
     broken: Any = detector()

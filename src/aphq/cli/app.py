@@ -108,7 +108,7 @@ def quantize(
             progress=progress,
         )
     if is_first_process():
-        remember_source(out, model, weights, num_classes, arguments)
+        remember_source(out, model, weights, arguments)
         _say(run.to_dict() if as_json else run.summary())
 
 

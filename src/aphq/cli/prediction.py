@@ -24,7 +24,8 @@ def predict_and_draw(
     run: Path, image: Path, out: Path, *, weights: Path | None, threshold: float, coco: Path | None, device: str
 ) -> dict[str, list[dict[str, Any]]]:
     """The objects found by each detector, "float" first where it is at hand; the drawing is written to `out`."""
-    if out.suffix.lower() not in Image.registered_extensions():
+    kind = Image.registered_extensions().get(out.suffix.lower())
+    if kind not in Image.SAVE:
         raise DataError(f"cannot tell the format of '{out}': give a name that ends in .png or .jpg")
     target = resolve_device(device)
     quantized = load(run, target)
@@ -40,7 +41,7 @@ def predict_and_draw(
     }
     titles = {"float": "float", "quantized": f"quantized ({info.recipe.name})"}
     drawing = side_by_side([drawn(picture, objects, names, titles[name]) for name, objects in found.items()])
-    write_atomically(out, lambda path: drawing.save(path, format=Image.registered_extensions()[out.suffix.lower()]))
+    write_atomically(out, lambda path: drawing.save(path, format=kind))
     return {name: as_data(objects, names) for name, objects in found.items()}
 
 

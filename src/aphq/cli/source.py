@@ -13,16 +13,16 @@ from aphq.engine.files import write_json
 from aphq.errors import ModelError
 from aphq.models.architecture import architecture_named
 from aphq.models.detection.checkpoint import load_detector
-from aphq.models.loading import load_model, model_fingerprint
+from aphq.models.detection.config import DETECTORS
+from aphq.models.loading import model_fingerprint
 
 SOURCE = "source.json"
 
 
-def remember_source(
-    run: Path, name: str, weights: Path | None, num_classes: int | None, arguments: dict[str, Any]
-) -> None:
-    where = None if weights is None else str(weights.resolve())
-    write_json(run / SOURCE, {"model": name, "weights": where, "num_classes": num_classes, "arguments": arguments})
+def remember_source(run: Path, name: str, weights: Path | None, arguments: dict[str, Any]) -> None:
+    """For a detector, whose weights come from a file and whose predictions can be drawn."""
+    if name in DETECTORS and weights is not None:
+        write_json(run / SOURCE, {"model": name, "weights": str(weights.resolve()), "arguments": arguments})
 
 
 def float_model(run: Path, info: QuantizationInfo, weights: Path | None) -> nn.Module | None:
@@ -37,7 +37,7 @@ def float_model(run: Path, info: QuantizationInfo, weights: Path | None) -> nn.M
     try:
         source = json.loads((run / SOURCE).read_text(encoding="utf-8"))
         arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in source["arguments"].items()}
-        model = load_model(source["model"], source["weights"], source["num_classes"], **arguments)
+        model = load_detector(source["model"], source["weights"], **arguments)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ModelError):
         return None
     return model if _is_that(model, info) else None

@@ -62,7 +62,7 @@ class DetectionAccuracy:
 
 
 def evaluate(
-    model: nn.Module,
+    models: Mapping[str, nn.Module],
     data: CocoData,
     preprocessing: ScenePreprocessing,
     *,
@@ -70,21 +70,25 @@ def evaluate(
     limit: int | None = None,
     progress: Callable[[int], None] | None = None,
     keep: Callable[[Result], None] | None = None,
-) -> DetectionAccuracy:
-    """A detector's box and mask AP; `keep` gets every detection, to save them."""
-    data.check_classes(int(model.num_classes))  # type: ignore[arg-type]
+) -> dict[str, DetectionAccuracy]:
+    """The box and mask AP of detectors on the same images; `keep` gets every detection, to save them."""
+    for model in models.values():
+        data.check_classes(int(model.num_classes))  # type: ignore[arg-type]
     images = data.images[:limit]
     if not images:
         raise DataError("there is no image to evaluate on")
-    results: list[Result] = []
+    results: dict[str, list[Result]] = {name: [] for name in models}
     for image in images:
-        for result in to_results(detect(model, image.open(), preprocessing, device), image, data):
-            results.append(result)
+        picture = image.open()
+        for name, model in models.items():
+            found = to_results(detect(model, picture, preprocessing, device), image, data)
+            results[name] += found
             if keep:
-                keep(result)
+                for result in found:
+                    keep(result)
         if progress:
             progress(1)
-    return measure(data, results, images)
+    return {name: measure(data, found, images) for name, found in results.items()}
 
 
 @torch.no_grad()

@@ -167,7 +167,7 @@ class QuantizedConvTranspose2d(QuantizedLayer):
         self.output_padding = source.output_padding
 
     def weight_rows(self) -> Tensor:
-        return self.weight.flatten(2).permute(1, 2, 0)  # [out, taps, in] from [in, out, height, width]
+        return self.weight.flatten(2).permute(1, 2, 0).contiguous()  # [out, taps, in] from [in, out, height, width]
 
     def channels_last(self, x: Tensor) -> Tensor:
         return x.permute(0, 2, 3, 1)

@@ -48,9 +48,11 @@ class Detection(Task):
     def preprocessing_from(self, data: Mapping[str, Any]) -> ScenePreprocessing:
         return ScenePreprocessing.from_dict(data)
 
-    def check(
-        self, teacher: nn.Module, units: Sequence[Unit], preprocessing: ScenePreprocessing, device: torch.device
-    ) -> None:
+    def check(self, teacher: nn.Module, units: Sequence[Unit], preprocessing: Any, device: torch.device) -> None:
+        if not isinstance(preprocessing, ScenePreprocessing):
+            raise DataError(
+                f"a detector's images are prepared by ScenePreprocessing, not {type(preprocessing).__name__}"
+            )
         for name, x in self.outputs(teacher, units, preprocessing, device).items():
             if not torch.isfinite(x).all():
                 raise ModelError(f"the float model's output {name} is not finite (NaN or Inf): check its weights")
@@ -109,7 +111,7 @@ class Detection(Task):
         keep: Callable[[Any], None] | None = None,
     ) -> Measured:
         options: dict[str, Any] = {"device": device, "limit": limit, "progress": progress, "keep": keep}
-        return Measured({name: coco.evaluate(model, data, preprocessing, **options) for name, model in models.items()})
+        return Measured(dict(coco.evaluate(models, data, preprocessing, **options)))
 
     def recall(self, accuracy: Mapping[str, Any]) -> coco.DetectionAccuracy:
         return coco.DetectionAccuracy.from_dict(accuracy)
