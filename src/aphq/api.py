@@ -137,6 +137,8 @@ def quantize(
     task.check(teacher, units, preprocessing, target)
     labelled = None if val is None else task.labelled(val, teacher)
     images = _load_images(task, data, preprocessing, chosen, progress)
+    if labelled is not None:
+        task.keep_apart(images, labelled)
     for stage in chosen.stages:
         if isinstance(stage, (MlpReconstruction, BlockReconstruction)):
             ranks.share_of(min(stage.batch, len(images)))  # refused before anything is written

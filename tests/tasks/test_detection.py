@@ -200,6 +200,12 @@ def test_what_a_detector_cannot_use_is_refused(tmp_path: Path) -> None:
         quantize(broken)
 
 
+def test_images_that_are_measured_on_are_no_calibration_images(tmp_path: Path) -> None:
+    coco = write(tmp_path / "coco")
+    with pytest.raises(DataError, match=r"'\d.png' is one that is measured on: calibrate on others"):
+        aphq.quantize(detector(), short_recipe(), coco[1], preprocessing=RULES, val=coco, device="cpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["mask_rcnn", "cascade_mask_rcnn"])
 def test_a_gpu_runs_every_stage_and_agrees_with_the_cpu(kind: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +70,16 @@ class Detection(Task):
         self, data: Any, preprocessing: ScenePreprocessing, recipe: Recipe, report: Callable[[int, int], None]
     ) -> SceneSet:
         return load_scenes(data, preprocessing, count=recipe.calibration.images, seed=recipe.seed, progress=report)
+
+    def keep_apart(self, images: Any, labelled: CocoData) -> None:
+        """Files of the same name are compared by their pixels."""
+        measured = {image.file.name: image for image in labelled.images}
+        pairs = [(Path(name).name, scene) for name, scene in zip(images.names, images.scenes, strict=False)]
+        for name, scene in pairs:
+            if name in measured:
+                other = images.preprocessing.scene(measured[name].open())
+                if torch.equal(other.pixels, scene.pixels):
+                    raise DataError(f"the calibration image '{name}' is one that is measured on: calibrate on others")
 
     def prepare(self, images: Any, teacher: nn.Module, device: torch.device, progress: Progress) -> SceneSet:
         """Each image with the regions that the teacher looks at in it."""

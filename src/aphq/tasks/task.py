@@ -54,6 +54,10 @@ class Task(ABC):
     def images(self, data: Any, preprocessing: Any, recipe: Recipe, report: Callable[[int, int], None]) -> Images:
         """The calibration images."""
 
+    def keep_apart(self, images: Images, labelled: Any) -> None:
+        """DataError if the calibration images are known to be among those that are measured on."""
+        return
+
     def prepare(self, images: Images, teacher: nn.Module, device: torch.device, progress: Progress) -> Images:
         """The images with what the teacher alone can tell about them."""
         return images
