@@ -3,7 +3,8 @@
     python benchmarks/accuracy.py --model deit_tiny_patch16_224 --weights W.safetensors --calib DIR --val DIR \\
         --run w3a3:paper:steps=2000 --run w3a3:paper:steps=2000:importance.kind=mse:-mlp_reconstruction --out R.jsonl
 
-A run is BITS:EFFORT followed by recipe fields to set (`steps=2000`) and stages to leave out (`-mlp_reconstruction`);
+A run is BITS:EFFORT followed by recipe fields to set (`steps=2000`), stages to leave out (`-mlp_reconstruction`) and
+stages to add with their defaults (`+rotation`);
 `float:EFFORT` runs the same stages in float, for what MLP reconstruction alone costs.
 """
 
@@ -66,6 +67,7 @@ def recipe_of(text: str, seed: int):
     from dataclasses import replace
 
     from aphq.presets import preset
+    from aphq.recipe import STAGES
 
     bits, effort, *changes = text.split(":")
     recipe = preset("w4a4" if bits == "float" else bits, effort, seed=seed)
@@ -75,6 +77,9 @@ def recipe_of(text: str, seed: int):
     for change in changes:
         if change.startswith("-"):
             recipe = recipe.without(change[1:])
+            continue
+        if change.startswith("+"):
+            recipe = recipe.including(STAGES[change[1:]]())
             continue
         path, value = change.split("=", 1)
         with contextlib.suppress(ValueError):

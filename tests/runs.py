@@ -15,7 +15,7 @@ from aphq.engine.workspace import Workspace
 from aphq.models.architecture import architecture_of
 from aphq.models.student import make_student
 from aphq.presets import preset
-from aphq.recipe import Recipe
+from aphq.recipe import STAGES, Recipe
 
 SHORT: dict[str, Any] = {
     "calibration.images": 16,
@@ -23,6 +23,8 @@ SHORT: dict[str, Any] = {
     "steps": 5,
     "mlp_reconstruction.batch": 8,
     "block_reconstruction.batch": 8,
+    "joint_tuning.batch": 8,
+    "joint_tuning.views.every": 2,
     "layernorm_reparameterisation.candidates": 8,
     "scale_search.candidates": 8,
     "scale_search.rounds": 1,
@@ -37,7 +39,7 @@ def short(bits: str = "w4a4", effort: str = "balanced", **changes: Any) -> Recip
     wanted = {**SHORT, **{name.replace("__", "."): value for name, value in changes.items()}}
     for path, value in wanted.items():
         head = path.split(".")[0]
-        if head in ("mlp_reconstruction", "block_reconstruction") and recipe.stage(head) is None:
+        if head in STAGES and recipe.stage(head) is None:
             continue
         if path == "steps" and not any(hasattr(stage, "steps") for stage in recipe.stages):
             continue
@@ -72,6 +74,7 @@ def workspace(model: nn.Module, recipe: Recipe | None = None, images: Tensor | N
         Store(device, gpu_bytes=None, host_bytes=None, folder=None),
         RunFolder(None),
         Progress(),
+        streams=architecture.streams(teacher),
     )
 
 

@@ -28,7 +28,15 @@ def test_attention_values_are_reparameterised_but_for_the_published_recipe() -> 
     for effort in get_args(Effort):
         (stage,) = (s for s in preset("w4a4", effort).stages if isinstance(s, LayerNormReparameterisation))
         values[effort] = stage.values
-    assert values == {"fast": True, "balanced": True, "paper": False}
+    assert values == {"fast": True, "balanced": True, "paper": False, "best": True}
+
+
+@pytest.mark.parametrize("bits", ["w3a3", "w4a8"])
+def test_the_best_effort_turns_the_model_first_and_tunes_it_last(bits: str) -> None:
+    stages = preset(bits, "best").stages
+    assert [stages[0].NAME, stages[-1].NAME] == ["rotation", "joint_tuning"]
+    assert preset(bits, "best").wants_views
+    assert not preset(bits, "paper").wants_views
 
 
 def test_gelu_stays_where_activations_have_levels_enough() -> None:
@@ -49,7 +57,7 @@ def test_names_in_capitals_and_seeds_are_taken() -> None:
         ("w1a4", "fast", "no preset 'w1a4'"),
         ("w4a16", "fast", "no preset 'w4a16'"),
         ("w4a4", "papper", "no effort 'papper': did you mean 'paper'"),
-        ("w4a4", "zzz", "valid names: balanced, fast, paper"),
+        ("w4a4", "zzz", "valid names: balanced, best, fast, paper"),
     ],
 )
 def test_unknown_names_get_a_helpful_error(bits: str, effort: str, message: str) -> None:

@@ -15,10 +15,12 @@ from aphq.recipe import (
     Activations,
     BlockReconstruction,
     Importance,
+    JointTuning,
     LayerNormReparameterisation,
     MlpReconstruction,
     Override,
     Recipe,
+    Rotation,
     ScaleSearch,
     Stage,
     Weights,
@@ -127,7 +129,10 @@ def test_bits_of_an_override_are_2_to_8() -> None:
     ("stages", "message"),
     [
         ((ScaleSearch(), ScaleSearch(rounds=1)), "only once"),
-        ((ScaleSearch(), MlpReconstruction()), "in the order mlp_reconstruction, layernorm_reparameterisation"),
+        (
+            (ScaleSearch(), MlpReconstruction()),
+            "in the order rotation, mlp_reconstruction, ",
+        ),
         ((BlockReconstruction(), ScaleSearch()), "in the order"),
         ((MlpReconstruction(),), "needs the stage scale_search"),
     ],
@@ -283,3 +288,15 @@ def test_the_order_of_patterns_is_a_difference() -> None:
     a, b = {"*": Override(8, 8)}, {"head": Override(4, 4)}
     (found,) = differences(Recipe(overrides={**a, **b}).to_dict(), Recipe(overrides={**b, **a}).to_dict())
     assert found.startswith("overrides: order")
+
+
+def test_fresh_views_and_an_importance_of_each_image_do_not_go_together() -> None:
+    with pytest.raises(RecipeError, match="fresh views need an importance that all images share"):
+        preset("w3a3", "balanced").with_value("importance.kind", "ph").with_value("views.every", 10)
+
+
+def test_stages_are_added_in_their_place_and_replaced_by_name() -> None:
+    recipe = preset("w4a4", "balanced").including(JointTuning(steps=3), Rotation())
+    assert recipe.stages[0] == Rotation()
+    assert recipe.stages[-1] == JointTuning(steps=3)
+    assert recipe.including(JointTuning(steps=5)).stage("joint_tuning") == JointTuning(steps=5)

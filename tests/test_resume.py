@@ -116,6 +116,21 @@ def test_a_swin_gets_its_new_biases_back(
     assert sha256(tmp_path / "run" / RESULT) == uninterrupted["swin"]
 
 
+@pytest.mark.parametrize(
+    ("stage", "unit"), [("block_reconstruction", "blocks.0"), ("joint_tuning", "blocks.0"), ("joint_tuning", "head")]
+)
+def test_a_run_on_a_turned_model_and_fresh_views_goes_on(
+    stage: str, unit: str, tiny_vit: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = short(effort="best", block_reconstruction__views__every=2, mlp_reconstruction__views__every=3)
+    run(tiny_vit, tmp_path / "whole", recipe)
+    with monkeypatch.context() as patch:
+        die_at(patch, stage, unit, after_writing=True)
+        assert killed(lambda: run(tiny_vit, tmp_path / "stopped", recipe)) == signal.SIGKILL
+    run(tiny_vit, tmp_path / "stopped", recipe)
+    assert sha256(tmp_path / "stopped" / RESULT) == sha256(tmp_path / "whole" / RESULT)
+
+
 def test_killed_again_and_again(tiny_vit: nn.Module, tmp_path: Path, uninterrupted: dict[str, str]) -> None:
     """Every life finishes exactly one more unit."""
     save = RunFolder.save

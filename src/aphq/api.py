@@ -34,7 +34,7 @@ from aphq.models.coverage import Coverage, coverage
 from aphq.models.loading import load_model, model_fingerprint
 from aphq.models.student import finalise, make_student
 from aphq.presets import preset
-from aphq.recipe import BlockReconstruction, MlpReconstruction, Recipe
+from aphq.recipe import BlockReconstruction, JointTuning, MlpReconstruction, Recipe
 from aphq.stages import RUN_STAGE
 from aphq.tasks import Task, task_of
 
@@ -140,7 +140,7 @@ def quantize(
     if labelled is not None:
         task.keep_apart(images, labelled)
     for stage in chosen.stages:
-        if isinstance(stage, (MlpReconstruction, BlockReconstruction)):
+        if isinstance(stage, (MlpReconstruction, BlockReconstruction, JointTuning)):
             ranks.share_of(min(stage.batch, len(images)))  # refused before anything is written
 
     before = torch.cuda.current_device() if target.type == "cuda" else None
@@ -164,7 +164,8 @@ def quantize(
             student = make_student(teacher, architecture, units, chosen).to(target)
             known = task.prepare(images, teacher, target, progress)
             places = (target, store, folder, progress, ranks)
-            work = Workspace(teacher, student, units, known, chosen, *places, task.distillation)
+            extras = (architecture.streams(teacher), task.distillation)
+            work = Workspace(teacher, student, units, known, chosen, *places, *extras)
             run.seconds = _run_stages(work)
             finalise(student)
             attach(student, _info(teacher, student, architecture, units, chosen, preprocessing, sha))

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from aphq.errors import RecipeError
 from aphq.typed import TypedError, convert, from_plain, nearest, to_plain
@@ -77,6 +77,26 @@ class Importance:
 
 
 @dataclass(frozen=True)
+class Views:
+    """Fresh views of the calibration images while a stage learns, against over-fitting to a thousand pictures."""
+
+    every: int = 0  # steps from one view of each image to the next; 0 keeps the images as they are
+    smallest_crop: float = 0.25  # share of the picture's area that a crop shows at least
+    jitter: float = 0.4  # brightness, contrast and saturation each by a factor in 1 +- jitter
+    mixup: float = 0.0  # share of the views that are blended with another image
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The residual stream and the attention heads in a random basis without outlying channels, folded into weights."""
+
+    kind: Literal["rotation"] = "rotation"
+    stream: bool = True
+    heads: bool = True
+    NAME: ClassVar[str] = "rotation"
+
+
+@dataclass(frozen=True)
 class MlpReconstruction:
     """GELU becomes ReLU in every MLP, retrained against the float MLP (paper Sec. 3.3, Eq. 9-13)."""
 
@@ -88,6 +108,7 @@ class MlpReconstruction:
     alpha: float = 2.0  # weight of the clamped loss
     loss_scale: float = 0.1
     importance: Importance = field(default_factory=Importance)
+    views: Views = field(default_factory=Views)
     NAME: ClassVar[str] = "mlp_reconstruction"
 
 
@@ -133,6 +154,7 @@ class BlockReconstruction:
     batch: int = 32
     rounding_lr: float = 1e-3  # Adam, constant
     scale_lr: float = 4e-5  # Adam, cosine to zero
+    float_lr: float = 0.0  # of what stays in float (biases, norms), cosine to zero; 0 leaves it alone, as published
     quantized_share: float = 0.5  # QDrop inside the unit: the chance of an activation to be quantized
     input_quantized_share: float = 0.5  # QDrop at the unit's input: the chance of coming from the quantized prefix
     regulariser: float = 0.01  # pulls the rounding variables to 0 or 1
@@ -143,13 +165,34 @@ class BlockReconstruction:
     zeta: float = 1.1  # stretch of the rectified sigmoid (AdaRound)
     gamma: float = -0.1
     importance: Importance = field(default_factory=Importance)
+    views: Views = field(default_factory=Views)
     NAME: ClassVar[str] = "block_reconstruction"
 
 
-Stage = MlpReconstruction | LayerNormReparameterisation | ScaleSearch | BlockReconstruction
-STAGES: dict[str, type[Stage]] = {
-    cls.NAME: cls for cls in (MlpReconstruction, LayerNormReparameterisation, ScaleSearch, BlockReconstruction)
-}
+@dataclass(frozen=True)
+class JointTuning:
+    """The whole quantized network tuned against the float teacher, at its logits and after every unit, on fresh views.
+
+    All rates fall to zero along a cosine. Weights stay where they are unless they get a rate: on a thousand images they
+    learn the images, while scales, biases and norms are too few to.
+    """
+
+    kind: Literal["joint_tuning"] = "joint_tuning"
+    steps: int = 4000
+    batch: int = 32
+    scale_lr: float = 1e-3  # relative to the scale; of weights and activations
+    float_lr: float = 1e-4  # of what stays in float: biases, norms
+    weight_lr: float = 0.0  # in steps of the weight's grid, straight through the rounding
+    temperature: float = 1.0  # of the KL divergence at the logits
+    logit_weight: float = 1.0  # of that divergence
+    feature_weight: float = 5.0  # of the relative error of the units' outputs
+    quantized_share: float = 1.0  # QDrop: the chance of an activation to be quantized
+    views: Views = field(default_factory=lambda: Views(every=32, mixup=1.0))
+    NAME: ClassVar[str] = "joint_tuning"
+
+
+Stage = Rotation | MlpReconstruction | LayerNormReparameterisation | ScaleSearch | BlockReconstruction | JointTuning
+STAGES: dict[str, type[Stage]] = {cls.NAME: cls for cls in get_args(Stage)}  # in the order in which they run
 
 
 @dataclass(frozen=True)
@@ -219,6 +262,11 @@ class Recipe:
         except (OSError, UnicodeDecodeError) as problem:
             raise RecipeError(f"cannot read the recipe {path}: {problem}") from None
 
+    @property
+    def wants_views(self) -> bool:
+        """Whether a stage draws fresh views of the images."""
+        return any(getattr(stage, "views", Views()).every for stage in self.stages)
+
     # -- changing ----------------------------------------------------------------------------------------------------
 
     def stage(self, name: str) -> Stage | None:
@@ -231,16 +279,21 @@ class Recipe:
                 raise RecipeError(f"there is no stage {name!r}: {nearest(name, STAGES)}")
         return dataclasses.replace(self, stages=tuple(s for s in self.stages if s.NAME not in names))
 
+    def including(self, *stages: Stage) -> Recipe:
+        """The recipe with further stages, or others of the same name, each in its place."""
+        chosen = {stage.NAME: stage for stage in (*self.stages, *stages)}
+        return dataclasses.replace(self, stages=tuple(chosen[name] for name in STAGES if name in chosen))
+
     def with_value(self, path: str, value: Any) -> Recipe:
-        """A copy with one field changed by its dotted path: `weights.bits`, `block_reconstruction.steps`,
-        `block_reconstruction.importance.kind`, or `importance.kind` and `steps` for every stage that has them."""
+        """A copy with one field changed by its dotted path: `weights.bits`, `block_reconstruction.importance.kind`; or,
+        for all stages that have them, `steps`, `importance.kind`, `views.every` and their like."""
         head, _, rest = path.partition(".")
         if head in STAGES:
             if self.stage(head) is None:
                 raise RecipeError(f"cannot set {path!r}: the recipe has no stage {head}")
             changed = tuple(_replace(s, rest, value, path) if s.NAME == head else s for s in self.stages)
             return dataclasses.replace(self, stages=changed)
-        if head in {"importance", "steps"}:
+        if head in {"importance", "steps", "views"}:
             owners = [s for s in self.stages if hasattr(s, head)]
             if not owners:
                 raise RecipeError(f"cannot set {path!r}: no stage of this recipe has it")
@@ -285,7 +338,7 @@ def differences(old: Any, new: Any, where: str = "") -> list[str]:
 
 
 def _stage_from_dict(data: Any, index: int) -> Stage:
-    if isinstance(data, (MlpReconstruction, LayerNormReparameterisation, ScaleSearch, BlockReconstruction)):
+    if isinstance(data, get_args(Stage)):
         return data
     where = f"stages[{index}]"
     if not isinstance(data, Mapping) or "kind" not in data:
@@ -357,16 +410,21 @@ def _check(recipe: Recipe) -> None:
     for stage in recipe.stages:
         for f in dataclasses.fields(stage):
             _check_number(stage, f.name, require)
+        if isinstance(stage, (MlpReconstruction, BlockReconstruction)) and stage.views.every:
+            fits = stage.importance.kind not in ("ph", "brecq")
+            require(fits, f"{stage.NAME}: fresh views need an importance that all images share (fisher, aph or mse)")
 
 
 SHARES = {"percentile", "quantized_share", "input_quantized_share", "warmup", "narrowest"}
+SHARES |= {"smallest_crop", "jitter", "mixup"}  # of Views
 MAY_BE_ZERO = {"steps", "rounds", "outlier_candidates", "alpha", "regulariser", "warmup", "gamma", "power"}
+MAY_BE_ZERO |= {"every", "jitter", "mixup", "float_lr", "weight_lr", "scale_lr", "feature_weight", "logit_weight"}
 
 
 def _check_number(owner: Any, name: str, require: Any) -> None:
     value = getattr(owner, name)
-    where = f"{getattr(owner, 'NAME', 'importance')}.{name}"
-    if isinstance(value, Importance):
+    where = f"{getattr(owner, 'NAME', type(owner).__name__.lower())}.{name}"
+    if isinstance(value, (Importance, Views)):
         for f in dataclasses.fields(value):
             _check_number(value, f.name, require)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):

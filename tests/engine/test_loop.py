@@ -2,7 +2,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from aphq.engine.loop import Group, Loop, Now, constant, cosine, draw_samples, matmul_precision, run_together, thin
+from aphq.engine.loop import (
+    Group,
+    Loop,
+    Now,
+    by_magnitude,
+    constant,
+    cosine,
+    draw_samples,
+    matmul_precision,
+    run_together,
+    thin,
+)
 
 CPU = torch.device("cpu")
 STEPS, BATCH = 60, 8
@@ -90,6 +101,34 @@ def test_reports_add_up_to_the_steps(steps: int) -> None:
     assert len(loop.run(reports.append).losses) == steps
     assert sum(reports) == steps
     assert all(n > 0 for n in reports)
+
+
+def test_what_the_steps_read_is_refreshed_between_them() -> None:
+    weight = torch.zeros(1, requires_grad=True)
+    source, seen, refreshed = torch.zeros(1), [], []
+
+    def loss_of(index: Tensor, now: Now) -> Tensor:
+        seen.append(float(source))
+        return (weight - source).square().sum()
+
+    def refresh(step: int) -> None:
+        refreshed.append(step)
+        source.add_(1)
+
+    loop = Loop(loss_of, [Group([weight], constant(0.1, 7))], samples(7), CPU, refresh=refresh, refresh_every=3)
+    loop.run()
+    assert refreshed == [3, 6]
+    assert seen == [0, 0, 0, 1, 1, 1, 2]
+
+
+def test_rates_follow_the_size_of_what_they_change() -> None:
+    small, large, alike = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+    groups = by_magnitude([(small, 0.01), (large, 4.0), (alike, 0.011)], 0.1, 5)
+    assert [list(group.parameters) for group in groups] == [[small, alike], [large]]
+    rates = [float(group.learning_rate[0]) for group in groups]
+    assert rates[0] == pytest.approx(0.001, rel=0.5)
+    assert rates[1] == pytest.approx(0.4)
+    assert all(float(group.learning_rate[-1]) < 0.2 * float(group.learning_rate[0]) for group in groups)
 
 
 def test_no_steps_change_nothing() -> None:

@@ -15,6 +15,7 @@ from aphq.engine.folder import RunFolder
 from aphq.errors import DataError, ModelError, RecipeError
 from aphq.models.student import enable
 from aphq.presets import preset
+from aphq.recipe import JointTuning, Rotation
 from aphq.stages import RUN_STAGE
 from aphq.stages.importance import Importances
 from aphq.tasks.detection import MOST_IMAGES, Detection
@@ -171,6 +172,16 @@ def test_memory_stays_within_its_bounds(tmp_path: Path) -> None:
     cached = next(e["cached"] for e in reversed(events) if e["event"] == "stage_finished")
     assert cached["host"] <= 1e-4 * 2**30
     assert cached["disk"] > 0
+
+
+def test_every_further_stage_works_on_detectors_too(tmp_path: Path) -> None:
+    """Rotation of the heads changes nothing in float, and the whole detector can be tuned at once."""
+    recipe = short_recipe("w4a4", "fast").including(Rotation(), JointTuning(steps=4))
+    run = quantize(detector(), recipe, out=tmp_path / "run")
+    assert list(run.seconds) == ["rotation", "layernorm_reparameterisation", "scale_search", "joint_tuning"]
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    losses = next(e["losses"] for e in events if e.get("stage") == "joint_tuning" and e["event"] == "unit")
+    assert all(math.isfinite(loss) for loss in losses)
 
 
 def test_recipes_are_run_image_by_image() -> None:

@@ -24,7 +24,7 @@ app.add_typer(recipe_app, name="recipe")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output instead of text.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps")]
-Effort = Annotated[str, typer.Option(help="fast (search only), balanced, or paper (20 000 steps per unit).")]
+Effort = Annotated[str, typer.Option(help="fast (search only), balanced, paper (20 000 steps per unit), or best.")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="FIELD=VALUE", help="Change a recipe field, e.g. steps=500 or overrides.head=null."),

@@ -17,6 +17,7 @@ from aphq.data.images import WARNINGS, CorruptImage, ImageFiles, open_images
 from aphq.data.pool import in_order
 from aphq.data.preprocessing import Preprocessing
 from aphq.data.tensors import as_batch, check_shape, split_item
+from aphq.data.views import source_of
 from aphq.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ class CalibrationSet:
     preprocessing: Preprocessing
     names: tuple[str, ...] = ()  # one per image, empty for data that came from memory
     skipped: tuple[tuple[str, str], ...] = ()  # name and reason of each corrupt image
+    whole: Tensor | None = None  # uint8 [N, channels, side, side], the pictures that `images` are crops of
+    aspects: Tensor | None = None  # [N], their width / height
     ragged: ClassVar[bool] = False  # all of one size
 
     def __post_init__(self) -> None:
@@ -49,14 +52,25 @@ class CalibrationSet:
 
     def first(self, n: int) -> "CalibrationSet":
         """The first `n` images, sharing memory with these."""
-        return replace(self, images=self.images[:n], names=self.names[:n])
+        whole, aspects = (None if t is None else t[:n] for t in (self.whole, self.aspects))
+        return replace(self, images=self.images[:n], names=self.names[:n], whole=whole, aspects=aspects)
+
+    def sources(self) -> tuple[Tensor, Tensor]:
+        """(pictures, width / height) to draw fresh views from: the whole pictures, or the images where there are no
+        others."""
+        if self.whole is not None and self.aspects is not None:
+            return self.whole, self.aspects
+        height, width = self.preprocessing.size
+        return self.images, torch.full((len(self.images),), width / height)
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all that the model gets to see, so that a run continues only on the data it was started with."""
         p = self.preprocessing
         digest = hashlib.sha256(f"{self.images.dtype} {tuple(self.images.shape)} {p.mean} {p.std}".encode())
-        digest.update(self.images.contiguous().numpy().data)
+        for tensor in (self.images, self.whole):
+            if tensor is not None:
+                digest.update(tensor.contiguous().numpy().data)
         return digest.hexdigest()
 
 
@@ -67,11 +81,13 @@ def load_calibration(
     count: int = 1024,
     seed: int = 3407,
     augment: bool = False,
+    whole: bool = False,
     max_corrupt: float = 0.05,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> CalibrationSet:
-    """Load `count` calibration images, or all where there are fewer.
+    """Load `count` calibration images, or all where there are fewer; with `whole`, the pictures that they are crops of
+    too, to draw fresh views from.
 
     `data` is a folder, list or zip of images (see `open_images`), of which a seeded draw is taken; or images in memory,
     of which the first are taken: a tensor [N, C, H, W], a DataLoader, or any iterable of images or batches, with labels
@@ -80,7 +96,7 @@ def load_calibration(
     if count < 1:
         raise DataError(f"the number of calibration images must be at least 1, got {count}")
     if isinstance(data, (str, os.PathLike)):
-        loaded = _draw(open_images(data), preprocessing, count, seed, augment, max_corrupt, threads, progress)
+        loaded = _draw(open_images(data), preprocessing, count, seed, augment, whole, max_corrupt, threads, progress)
     else:
         if augment:
             logger.warning("augmentation needs image files: the images in memory are used as they are")
@@ -104,6 +120,7 @@ def _draw(
     count: int,
     seed: int,
     augment: bool,
+    whole: bool,
     max_corrupt: float,
     threads: int | None,
     progress: Progress | None,
@@ -113,16 +130,18 @@ def _draw(
     count = min(count, len(files))
     allowed = max(1.0, max_corrupt * count)
 
-    def view(rank: int) -> Tensor | CorruptImage:
+    def view(rank: int) -> tuple[Tensor, tuple[Tensor, float] | None] | CorruptImage:
         try:
             image = files.open(order[rank], preprocessing.channels)
         except CorruptImage as error:
             return error
+        source = source_of(image, preprocessing) if whole else None
         if augment:
-            return train_view(image, preprocessing, random.Random(f"{seed}/{rank}"))
-        return preprocessing.eval_transform(image)
+            return train_view(image, preprocessing, random.Random(f"{seed}/{rank}")), source
+        return preprocessing.eval_transform(image), source
 
     images = torch.empty(count, *preprocessing.shape, dtype=torch.uint8)
+    sources: list[tuple[Tensor, float]] = []
     names: list[str] = []
     skipped: list[tuple[str, str]] = []
     for rank, result in enumerate(in_order(view, range(len(files)), threads=threads)):
@@ -136,7 +155,9 @@ def _draw(
                     f"repair the data, or allow more than {max_corrupt:.0%} with max_corrupt"
                 )
             continue
-        images[len(names)] = result
+        images[len(names)], source = result
+        if source is not None:
+            sources.append(source)
         names.append(files.names[order[rank]])
         if progress:
             progress(len(names), count)
@@ -144,7 +165,11 @@ def _draw(
             break
     if len(skipped) > WARNINGS:
         logger.warning("%d images cannot be decoded in all", len(skipped))
-    return CalibrationSet(images[: len(names)], preprocessing, tuple(names), tuple(skipped))
+    found = CalibrationSet(images[: len(names)], preprocessing, tuple(names), tuple(skipped))
+    if not sources:
+        return found
+    pictures, aspects = zip(*sources, strict=True)
+    return replace(found, whole=torch.stack(pictures), aspects=torch.tensor(aspects))
 
 
 def _collect(data: Iterable[Any], preprocessing: Preprocessing, count: int, progress: Progress | None) -> Tensor:

@@ -8,6 +8,7 @@ recorded once as a graph and replayed; elsewhere, or where recording fails, it r
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,8 @@ class Loop:
     capture: bool = True
     clock: Tensor | None = None  # [1], the number of the step, for whoever draws random numbers by it
     ranks: Ranks = field(default_factory=Ranks)  # `loss_of` gets this process's share of a batch; losses add up
+    refresh: Callable[[int], None] | None = None  # called with the step's number after every `refresh_every` steps
+    refresh_every: int = 1
 
     def run(self, report: Callable[[int], None] | None = None) -> Curve:
         """Every step; `report(n)` is called after every few."""
@@ -151,6 +154,9 @@ def run_together(loops: Sequence[Loop], report: Callable[[int], None] | None = N
             step = partial(_all, every)
         started, first = _synchronised_seconds(device), done
         while done < steps:
+            for loop in loops:
+                if loop.refresh and done and done % loop.refresh_every == 0:
+                    loop.refresh(done)
             step()
             done += 1
             if report and (done % REPORT_EVERY == 0 or done == steps):
@@ -228,6 +234,14 @@ def cosine(start: float, steps: int) -> Tensor:
 
 def constant(value: float, steps: int) -> Tensor:
     return torch.full((steps,), value)
+
+
+def by_magnitude(parameters: Sequence[tuple[Tensor, float]], rate: float, steps: int) -> list[Group]:
+    """Groups for (parameter, how large it is) with rates relative to the size, to a factor of two, cosine to zero."""
+    alike: dict[int, list[Tensor]] = {}
+    for parameter, size in parameters:
+        alike.setdefault(round(math.log2(max(size, 1e-12))), []).append(parameter)
+    return [Group(members, cosine(rate * 2.0**power, steps)) for power, members in sorted(alike.items())]
 
 
 def draw_samples(count: int, batch: int, steps: int, generator: torch.Generator) -> Tensor:

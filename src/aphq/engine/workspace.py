@@ -10,18 +10,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from aphq.data.calibration import CalibrationSet
+from aphq.data.views import draw_views
 from aphq.engine.folder import RunFolder
 from aphq.engine.progress import Progress
 from aphq.engine.ragged import push_ragged
 from aphq.engine.ranks import Ranks
-from aphq.engine.store import Rows, Store, push
+from aphq.engine.seeds import generator_for
+from aphq.engine.store import Activations, Rows, Store, push
 from aphq.errors import RunError
-from aphq.models.architecture import Step, Unit, Value, run_units, unchanged
+from aphq.models.architecture import Step, Stream, Unit, Value, run_units, unchanged
 from aphq.models.distillation import LOGITS, Distillation
 from aphq.quant.layers import QuantizedLayer
-from aphq.recipe import Calibration, Recipe
+from aphq.recipe import Calibration, Recipe, Views
 
 ELEMENTS_PER_PASS = 10_000_000  # of a unit's output
+VIEWS_PER_PASS = 256
 
 
 class Images(Protocol):
@@ -78,11 +82,40 @@ class Workspace:
     folder: RunFolder
     progress: Progress
     ranks: Ranks = field(default_factory=Ranks)
+    streams: tuple[Stream, ...] = ()  # residual streams that may be rotated
     distillation: Distillation = LOGITS
     shared: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # what one stage found and another can use
 
     def image_rows(self, count: int | None = None) -> Rows:
         return ImageRows(self.images, count or len(self.images), self.device)
+
+    def views(self, config: Views, *purpose: str) -> Rows:
+        """A fresh view of every image; `purpose` names the draw."""
+        assert isinstance(self.images, CalibrationSet), "scenes are seen whole"
+        sources, aspects = self.images.sources()
+        generator = generator_for(self.recipe.seed, "views", *purpose)
+        drawn: Activations | None = None
+        for start in range(0, len(sources), VIEWS_PER_PASS):
+            rows = slice(start, start + VIEWS_PER_PASS)
+            part = draw_views(
+                sources[rows].to(self.device), aspects[rows], self.images.preprocessing, config, generator
+            )
+            drawn = drawn or self.store.allocate((len(sources), *part.shape[1:]))
+            drawn.data[rows].copy_(part)
+        assert drawn is not None, "a calibration set is never empty"
+        return drawn
+
+    @torch.no_grad()
+    def refresh(self, visit: Visit, images: Rows) -> None:
+        """Put what the unit sees of other images into the rows of a visit, in place."""
+        before = self.units[: self.units.index(visit.unit)]
+        for start in range(0, len(images), self.pass_batch):
+            rows = slice(start, start + self.pass_batch)
+            x = run_units(self.teacher, before, images[rows])
+            _overwrite(visit.teacher_in, rows, x)
+            _overwrite(visit.teacher_out, rows, visit.unit.run(self.teacher, x))
+            if visit.student_in is not visit.teacher_in:
+                _overwrite(visit.student_in, rows, run_units(self.student, before, images[rows]))
 
     @property
     def batch(self) -> int:
@@ -174,6 +207,11 @@ class Workspace:
             except RuntimeError as problem:
                 raise RunError(f"the checkpoint of {unit.name} ({stage}) does not fit the model: {problem}") from None
         return True
+
+
+def _overwrite(rows: Rows, where: slice, values: Tensor) -> None:
+    assert isinstance(rows, Activations), "only cached rows can change"
+    rows.data[where].copy_(values)
 
 
 def whole(unit: Unit) -> Step:

@@ -36,6 +36,25 @@ class NormPair:
 
 
 @dataclass(frozen=True)
+class Reader:
+    """A LayerNorm on a residual stream, and the linear layers that alone read what it gives."""
+
+    norm: str
+    linears: tuple[str, ...]
+    copies: int = 1  # tokens side by side in one vector, as patch merging lays them
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A residual stream whose basis is free: all that writes to it and all that reads from it, by name."""
+
+    writers: tuple[str, ...]  # linear layers and convolutions whose output is added to it
+    readers: tuple[Reader, ...]
+    constants: tuple[str, ...] = ()  # parameters [..., channels] that are added to it or are part of it
+    scales: tuple[tuple[str, str], ...] = ()  # (LayerScale, the writer before it)
+
+
+@dataclass(frozen=True)
 class Unit:
     """A part of the model that is reconstructed as a whole; `name` is the module whose output is the unit's."""
 
@@ -88,6 +107,10 @@ class Architecture(ABC):
     @abstractmethod
     def units(self, model: nn.Module) -> tuple[Unit, ...]:
         """The chain, in forward order."""
+
+    def streams(self, model: nn.Module) -> tuple[Stream, ...]:
+        """The residual streams that may be rotated; none where a family does not say."""
+        return ()
 
     @abstractmethod
     def open_attention(self, model: nn.Module) -> None:

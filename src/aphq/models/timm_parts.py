@@ -11,6 +11,7 @@ from timm import layers as timm_layers
 from torch import nn
 
 from aphq.errors import ModelError
+from aphq.models.architecture import Reader
 
 # The only classes an artifact may name; nothing else is looked up from a file.
 NORMS: dict[str, type[nn.Module]] = {
@@ -33,6 +34,16 @@ def require_type(module: nn.Module, name: str, *wanted: type[nn.Module]) -> None
     if type(module) not in wanted:
         names = " or ".join(cls.__name__ for cls in wanted)
         raise ModelError(f"module {name!r} is a {type(module).__name__}; supported there: {names}")
+
+
+def block_writers(block: str) -> tuple[str, str]:
+    """The layers of a transformer block that add to the residual stream."""
+    return f"{block}.attn.proj", f"{block}.mlp.fc2"
+
+
+def block_readers(block: str) -> tuple[Reader, Reader]:
+    """What reads the residual stream in a transformer block."""
+    return Reader(f"{block}.norm1", (f"{block}.attn.qkv",)), Reader(f"{block}.norm2", (f"{block}.mlp.fc1",))
 
 
 def describe_norm(module: nn.Module, name: str) -> dict[str, Any]:

@@ -15,9 +15,27 @@ from timm.models.swin_transformer import (
 from torch import Tensor, nn
 
 from aphq.errors import ModelError
-from aphq.models.architecture import Architecture, NormPair, Unit, module_step, register, replace_module, unchanged
+from aphq.models.architecture import (
+    Architecture,
+    NormPair,
+    Reader,
+    Stream,
+    Unit,
+    module_step,
+    register,
+    replace_module,
+    unchanged,
+)
 from aphq.models.attention import SwinAttention
-from aphq.models.timm_parts import construct, describe_norm, mlp_ratio, norm_factory, require_type
+from aphq.models.timm_parts import (
+    block_readers,
+    block_writers,
+    construct,
+    describe_norm,
+    mlp_ratio,
+    norm_factory,
+    require_type,
+)
 
 
 @register
@@ -62,6 +80,28 @@ class TimmSwin(Architecture):
                 units.append(Unit(name, "block", module_step(name), bridge, (name,), f"{name}.mlp", norms))
         units.append(Unit("head", "head", module_step("head"), unchanged, ("head",)))
         return tuple(units)
+
+    def streams(self, model: Any) -> tuple[Stream, ...]:
+        """One per stage that a patch merging starts; the first stage's comes out of a LayerNorm, which fixes its basis,
+        and where windows are filled with zeros after a norm its bias cannot move."""
+        if model.global_pool != "avg":
+            return ()
+        shifts = {pair.norm: pair.may_shift for unit in self.units(model) for pair in unit.norms}
+        streams = []
+        for s, stage in enumerate(model.layers):
+            blocks = [f"layers.{s}.blocks.{b}" for b in range(len(stage.blocks))]
+            after = f"layers.{s + 1}.downsample"
+            if stage is model.layers[-1]:
+                last = Reader("norm", ("head.fc",))
+            elif isinstance(model.layers[s + 1].downsample, PatchMerging):
+                last = Reader(f"{after}.norm", (f"{after}.reduction",), copies=4)
+            else:
+                continue
+            if isinstance(stage.downsample, PatchMerging) and all(shifts[f"{b}.norm1"] for b in blocks):
+                writers = [writer for block in blocks for writer in block_writers(block)]
+                readers = [reader for block in blocks for reader in block_readers(block)]
+                streams.append(Stream((f"layers.{s}.downsample.reduction", *writers), (*readers, last)))
+        return tuple(streams)
 
     def open_attention(self, model: Any) -> None:
         for name, module in list(model.named_modules()):

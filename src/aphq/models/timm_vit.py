@@ -10,10 +10,22 @@ from timm.models.vision_transformer import Attention, Block, VisionTransformer
 from torch import Tensor, nn
 
 from aphq.errors import ModelError
-from aphq.models.architecture import Architecture, NormPair, Unit, module_step, register, replace_module, unchanged
+from aphq.models.architecture import (
+    Architecture,
+    NormPair,
+    Reader,
+    Stream,
+    Unit,
+    module_step,
+    register,
+    replace_module,
+    unchanged,
+)
 from aphq.models.attention import LatentPool, VitAttention
 from aphq.models.timm_parts import (
     activation_factory,
+    block_readers,
+    block_writers,
     construct,
     describe_activation,
     describe_norm,
@@ -68,6 +80,34 @@ class TimmVit(Architecture):
         """The last block's output to the head unit's input; pooling by attention is part of the head."""
         x = model.norm(x)
         return x if model.attn_pool is not None else model.fc_norm(model.pool(x))
+
+    def streams(self, model: Any) -> tuple[Stream, ...]:
+        """One, from the patches to the head, unless something on the way depends on the basis."""
+        last = self.last_reader(model)
+        if last is None or not all(isinstance(m, nn.Identity) for m in (model.patch_embed.norm, model.norm_pre)):
+            return ()
+        blocks = [f"blocks.{i}" for i in range(len(model.blocks))]
+        writers = [writer for block in blocks for writer in block_writers(block)]
+        scales = [scale for block in blocks for scale in (f"{block}.ls1", f"{block}.ls2")]
+        constants = ("pos_embed", "cls_token", "reg_token", "dist_token")
+        stream = Stream(
+            writers=("patch_embed.proj", *writers),
+            readers=(*(reader for block in blocks for reader in block_readers(block)), last),
+            constants=tuple(name for name in constants if getattr(model, name, None) is not None),
+            scales=tuple(
+                (scale, writer)
+                for scale, writer in zip(scales, writers, strict=True)
+                if isinstance(model.get_submodule(scale), LayerScale)
+            ),
+        )
+        return (stream,)
+
+    def last_reader(self, model: Any) -> Reader | None:
+        """The norm before the head: the final one or, of pooled features, their own."""
+        norms = [name for name in ("norm", "fc_norm") if not isinstance(getattr(model, name), nn.Identity)]
+        if len(norms) != 1 or model.attn_pool is not None or model.global_pool not in ("token", "avg"):
+            return None
+        return Reader(norms[0], tuple(name for name in ("head", "head_dist") if hasattr(model, name)))
 
     def open_attention(self, model: Any) -> None:
         for name, module in list(model.named_modules()):

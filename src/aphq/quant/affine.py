@@ -63,6 +63,10 @@ def fake_quantize_learned(
         from aphq.kernels.fake_quantize import fake_quantize as fused
 
         return fused(x, scale, zero_point, top_code(bits), drop, relu)
+    per_row = scale.ndim == x.ndim and scale.numel() == len(x)
+    if kernels.usable(x) and per_row and drop is None and not relu:  # a weight: each output channel is a "head"
+        rows = fake_quantize_learned(x.view(1, len(x), 1, -1), scale.view(-1, 1, 1), zero_point.view(-1, 1, 1), bits)
+        return rows.view(x.shape)
     if relu:
         x = x.relu()
     result: Tensor = _FakeQuantize.apply(x, scale, zero_point, top_code(bits), None if drop is None else drop.kept(x))

@@ -14,14 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aphq import kernels
 from aphq.quant.quantizer import Quantizer
 from aphq.quant.rounding import LearnedRounding
+from aphq.quant.straight_through import StraightThrough
 
 
 class QuantizedLayer(nn.Module):
     """What linear layers and convolutions share: a weight, a bias, and the quantizers of weight and input."""
 
-    rounding: LearnedRounding | None
+    rounding: LearnedRounding | StraightThrough | None  # while the weight is being learned
 
     out_dim = 0  # the dimension of the weight that counts output channels
 
@@ -92,6 +94,10 @@ class QuantizedLinear(QuantizedLayer):
         return x
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.bias is not None and self.bias.requires_grad and kernels.usable(x):
+            from aphq.kernels.linear import linear
+
+            return linear(x, weight, self.bias)
         return F.linear(x, weight, self.bias)
 
 

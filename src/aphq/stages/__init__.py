@@ -6,18 +6,24 @@ from typing import Any
 from aphq.engine.workspace import Workspace
 from aphq.recipe import (
     BlockReconstruction,
+    JointTuning,
     LayerNormReparameterisation,
     MlpReconstruction,
+    Rotation,
     ScaleSearch,
 )
 from aphq.stages.block_reconstruction import reconstruct_blocks
+from aphq.stages.joint_tuning import tune_jointly
 from aphq.stages.layernorm import reparameterise_norms
 from aphq.stages.mlp_reconstruction import reconstruct_mlps
+from aphq.stages.rotation import rotate
 from aphq.stages.scale_search import search_scales
 
 RUN_STAGE: dict[type, Callable[[Workspace, Any], None]] = {
+    Rotation: rotate,
     MlpReconstruction: reconstruct_mlps,
     LayerNormReparameterisation: reparameterise_norms,
     ScaleSearch: search_scales,
     BlockReconstruction: reconstruct_blocks,
+    JointTuning: tune_jointly,
 }

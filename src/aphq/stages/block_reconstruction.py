@@ -7,29 +7,23 @@ trained on the distillation loss itself. Then its weights are rounded for good a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from aphq import recipe as settings
 from aphq.engine.loop import Curve, Group, Loop, LossOf, Now, constant, cosine, draw_samples
 from aphq.engine.ragged import StateRows
-from aphq.engine.ranks import Ranks
 from aphq.engine.seeds import generator_for, seed_for, seeded
 from aphq.engine.workspace import Visit, Workspace
 from aphq.models.architecture import State, Unit, made
 from aphq.models.student import enable
-from aphq.quant.affine import SMALLEST_SCALE
-from aphq.quant.drop import Drop
-from aphq.quant.layers import QuantizedLayer
-from aphq.quant.quantizer import Quantizer
 from aphq.quant.rounding import LearnedRounding
 from aphq.stages.batches import map_error, mixed_rows, recordable, weighted_error
 from aphq.stages.importance import ImportanceMap, Importances
+from aphq.stages.learnable import Learnable, unit_modules
 
 ErrorOf = Callable[[Any, Tensor], Tensor]  # (outputs, their indices) -> scalar
 
@@ -51,81 +45,6 @@ def reconstruct_blocks(work: Workspace, config: settings.BlockReconstruction) ->
         work.progress.finish()
 
 
-def unit_modules(work: Workspace, unit: Unit) -> list[nn.Module]:
-    return [work.student.get_submodule(name) for name in unit.modules]
-
-
-@contextmanager
-def relu_in_quantizer(work: Workspace, unit: Unit) -> Iterator[None]:
-    """Inside the block the unit's ReLU is part of the quantizer after it, which saves passes over the widest tensor."""
-    mlp: Any = None if unit.mlp is None else work.student.get_submodule(unit.mlp)
-    quantizer = None if mlp is None else mlp.fc2.input_quantizer
-    if quantizer is None or type(mlp.act) is not nn.ReLU or type(mlp.norm) is not nn.Identity:
-        yield
-        return
-    act, mlp.act, quantizer.relu = mlp.act, nn.Identity(), True
-    try:
-        yield
-    finally:
-        mlp.act, quantizer.relu = act, False
-
-
-@dataclass
-class Learnable:
-    """What is learned in one unit; entering the block prepares it, leaving it makes the rounding final."""
-
-    layers: list[QuantizedLayer]
-    inputs: list[Quantizer]
-    config: settings.BlockReconstruction
-    seed: int
-    clock: Tensor  # [1], the number of the step
-    ranks: Ranks
-
-    @classmethod
-    def of(cls, modules: list[nn.Module], config: settings.BlockReconstruction, seed: int, ranks: Ranks) -> Learnable:
-        inside = [m for module in modules for m in module.modules()]
-        layers = [m for m in inside if isinstance(m, QuantizedLayer)]
-        weights = {id(layer.weight_quantizer) for layer in layers}
-        inputs = [m for m in inside if isinstance(m, Quantizer) and id(m) not in weights]
-        return cls(layers, inputs, config, seed, torch.zeros(1, dtype=torch.long, device=ranks.device), ranks)
-
-    def __enter__(self) -> Learnable:
-        for layer in self.layers:
-            if layer.weight_quantizer is not None:
-                rounding = LearnedRounding(layer.weight, layer.weight_quantizer, self.config.zeta, self.config.gamma)
-                layer.rounding = rounding
-        for number, quantizer in enumerate(self.inputs):
-            quantizer.drop = self.drop(self.config.quantized_share, number + 1)
-            quantizer.scale.requires_grad_(True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for layer in self.layers:
-            layer.bake()
-        for quantizer in self.inputs:
-            quantizer.drop = None
-            quantizer.scale.requires_grad_(False)
-            quantizer.scale.grad = None
-
-    def drop(self, share: float, number: int) -> Drop | None:
-        """The drops of the `number`-th place where something is dropped; None if nothing ever is."""
-        if share >= 1:
-            return None
-        return Drop(share, (self.seed + number) & 0x7FFFFFFF, self.clock, self.ranks.rank, self.ranks.count)
-
-    @property
-    def roundings(self) -> list[LearnedRounding]:
-        return [layer.rounding for layer in self.layers if layer.rounding is not None]
-
-    @property
-    def scales(self) -> list[Tensor]:
-        return [quantizer.scale for quantizer in self.inputs]
-
-    def keep_scales_positive(self) -> None:
-        if self.scales:
-            torch._foreach_clamp_min_(self.scales, SMALLEST_SCALE)
-
-
 def _reconstruct(
     work: Workspace, config: settings.BlockReconstruction, importances: Importances, visit: Visit
 ) -> Curve:
@@ -136,13 +55,14 @@ def _reconstruct(
     importance = ImportanceMap() if unit.kind == "head" else importances.at(unit.name, visit)
     error_of = _error(work, importance, visit, samples.shape[1])
     seed = seed_for(work.recipe.seed, config.NAME, unit.name)
+    learned = Learnable.of(work, (unit,), config.quantized_share, seed)
+    parameters = [*learned.scales, *(learned.rest if config.float_lr else ())]
     with (
         seeded(work.recipe.seed, config.NAME, unit.name, device=device),
-        Learnable.of(unit_modules(work, unit), config, seed, work.ranks) as learned,
-        relu_in_quantizer(work, unit),
+        learned.rounded_by(lambda w, q: LearnedRounding(w, q, config.zeta, config.gamma), parameters),
     ):
-        roundings = learned.roundings
-        if steps == 0 or not (roundings or learned.scales):
+        roundings: list[Any] = learned.roundings
+        if steps == 0 or not (roundings or parameters):
             return Curve(torch.empty(0), None)
         mixing = learned.drop(config.input_quantized_share, 0)
 
@@ -167,7 +87,13 @@ def _reconstruct(
         loop = _loop(work, config, learned, samples, loss_of)
         reads = (visit.teacher_in, visit.teacher_out, visit.student_in, importance.each)
         loop.capture = work.ranks.agree_that(recordable(*reads))
-        return loop.run(lambda n: work.progress.advance(n, unit.name))
+        if config.views.every:
+            loop.refresh_every = config.views.every
+            loop.refresh = lambda step: work.refresh(visit, work.views(config.views, unit.name, str(step)))
+        curve = loop.run(lambda n: work.progress.advance(n, unit.name))
+    if config.views.every:
+        work.refresh(visit, work.image_rows())  # the walk goes on as it would after a stop
+    return curve
 
 
 def _error(work: Workspace, importance: ImportanceMap, visit: Visit, batch: int) -> ErrorOf:
@@ -205,11 +131,13 @@ def _loop(
     regulariser[:warm] = 0
     beta = torch.full((steps,), config.beta_start)
     beta[warm:] = torch.linspace(config.beta_start, config.beta_end, steps - warm)
+    alphas = [rounding.alpha for rounding in learned.roundings if isinstance(rounding, LearnedRounding)]
     return Loop(
         loss_of=loss_of,
         groups=[
-            Group([rounding.alpha for rounding in learned.roundings], constant(config.rounding_lr, steps)),
+            Group(alphas, constant(config.rounding_lr, steps)),
             Group(learned.scales, cosine(config.scale_lr, steps)),
+            Group(learned.rest if config.float_lr else [], cosine(config.float_lr, steps)),
         ],
         samples=samples,
         device=work.device,

@@ -7,7 +7,7 @@ error of the plain output (Eq. 9) plus alpha times that of the output with activ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from aphq.engine.ragged import RaggedRows
 from aphq.engine.seeds import generator_for
 from aphq.engine.store import Activations, Rows
 from aphq.engine.workspace import Visit, Workspace
-from aphq.models.architecture import Unit
+from aphq.models.architecture import Unit, run_units
 from aphq.models.student import swap_activation
 from aphq.stages.batches import recordable, weighted_error
 from aphq.stages.importance import Importances
@@ -66,6 +66,8 @@ class Job:
 
     unit: Unit
     loop: Loop
+    inputs: CachedRows
+    targets: CachedRows
     bound: float
     bytes: int  # of cached activations
     working_bytes: int  # of a step
@@ -83,6 +85,10 @@ def _train(work: Workspace, config: settings.MlpReconstruction, jobs: list[Job])
     parameters = [p for job in jobs for group in job.loop.groups for p in group.parameters]
     for parameter in parameters:
         parameter.requires_grad_(True)
+    if config.views.every:
+        first = jobs[0].loop
+        first.refresh_every = config.views.every
+        first.refresh = lambda step: _refresh(work, jobs, work.views(config.views, note, str(step)))
     try:
         curves = run_together([job.loop for job in jobs], lambda n: work.progress.advance(n, note))
     finally:
@@ -126,7 +132,7 @@ def _prepare(
     )
     cached = sum(getattr(rows, "nbytes", 0) for rows in (inputs, targets, importance.each))
     hidden = batch * inputs[slice(0, 1)].numel() // mlp.fc1.weight.shape[1] * len(mlp.fc1.weight)
-    return Job(unit, loop, bound, cached, 4 * HIDDEN_TENSORS * hidden)
+    return Job(unit, loop, inputs, targets, bound, cached, 4 * HIDDEN_TENSORS * hidden)
 
 
 def _learning(layer: Any, x: Tensor) -> Tensor:
@@ -152,26 +158,52 @@ def relu_and_clamped(x: Tensor, bound: float) -> Tensor:
 @torch.no_grad()
 def _teacher_pairs(work: Workspace, unit: Unit, rows: Rows) -> tuple[CachedRows, CachedRows]:
     """What the teacher's MLP got and gave, for every image."""
-    mlp = work.teacher.get_submodule(_mlp(unit))
-    kept: dict[str, Any] = {key: RaggedRows(work.store) for key in ("input", "output")} if work.images.ragged else {}
+    kept: dict[str, Any] = {side: RaggedRows(work.store) for side in ("input", "output")} if work.images.ragged else {}
+
+    def keep(mlp: str, side: str, start: int, x: Tensor) -> None:
+        if work.images.ragged:
+            kept[side].append(x)
+            return
+        if side not in kept:
+            kept[side] = work.store.allocate((len(rows), *x.shape[1:]))
+        kept[side].data[start : start + len(x)].copy_(x)
+
+    _watch(work, [unit], rows, [_mlp(unit)], keep)
+    return kept["input"], kept["output"]
+
+
+@torch.no_grad()
+def _refresh(work: Workspace, jobs: list[Job], images: Rows) -> None:
+    """The same for several MLPs and other images, in place."""
+    rows: dict[tuple[str, str], Any] = {
+        (_mlp(job.unit), side): at for job in jobs for side, at in (("input", job.inputs), ("output", job.targets))
+    }
+
+    def replace(mlp: str, side: str, start: int, x: Tensor) -> None:
+        rows[mlp, side].data[start : start + len(x)].copy_(x)
+
+    until = work.units.index(jobs[-1].unit) + 1
+    _watch(work, work.units[:until], images, [_mlp(job.unit) for job in jobs], replace)
+
+
+def _watch(
+    work: Workspace,
+    units: Sequence[Unit],
+    rows: Rows,
+    mlps: Sequence[str],
+    see: Callable[[str, str, int, Tensor], None],
+) -> None:
+    """The teacher's units over the rows; `see` is told each MLP, "input" or "output", the first row, and the rows."""
+    modules = {mlp: work.teacher.get_submodule(mlp) for mlp in mlps}
     start = 0
 
-    def keep(key: str, x: Tensor) -> None:
-        if work.images.ragged:
-            kept[key].append(x)
-            return
-        if key not in kept:
-            kept[key] = work.store.allocate((len(rows), *x.shape[1:]))
-        kept[key].data[start : start + len(x)].copy_(x)
-
-    def keep_output(_: str, x: Tensor) -> Tensor:
-        keep("output", x)
+    def output(mlp: str, x: Tensor) -> Tensor:
+        see(mlp, "output", start, x)
         return x
 
-    with watch_inputs({"mlp": mlp}, lambda _, x: keep("input", x[0])), change_outputs({"mlp": mlp}, keep_output):
+    with watch_inputs(modules, lambda mlp, x: see(mlp, "input", start, x[0])), change_outputs(modules, output):
         for start in range(0, len(rows), work.pass_batch):
-            unit.run(work.teacher, rows[slice(start, start + work.pass_batch)])
-    return kept["input"], kept["output"]
+            run_units(work.teacher, units, rows[slice(start, start + work.pass_batch)])
 
 
 @torch.no_grad()

@@ -42,7 +42,13 @@ class Classification(Task):
     ) -> CalibrationSet:
         settings = recipe.calibration
         return load_calibration(
-            data, preprocessing, count=settings.images, seed=recipe.seed, augment=settings.augment, progress=report
+            data,
+            preprocessing,
+            count=settings.images,
+            seed=recipe.seed,
+            augment=settings.augment,
+            whole=recipe.wants_views,
+            progress=report,
         )
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from aphq.models.architecture import Unit, run_units
 from aphq.models.detection.detector import Detector
 from aphq.models.detection.distillation import DETECTIONS
 from aphq.models.detection.scenes import regions_of
-from aphq.recipe import BlockReconstruction, MlpReconstruction, Recipe, ScaleSearch, Stage
+from aphq.recipe import BlockReconstruction, JointTuning, MlpReconstruction, Recipe, ScaleSearch, Stage, Views
 from aphq.tasks.task import Measured, Task
 
 log = logging.getLogger(__name__)
@@ -129,8 +129,8 @@ class Detection(Task):
 
 
 def _one_by_one(stage: Stage) -> Stage:
-    if isinstance(stage, (MlpReconstruction, BlockReconstruction)):
-        return replace(stage, batch=1)
+    if isinstance(stage, (MlpReconstruction, BlockReconstruction, JointTuning)):
+        return replace(stage, batch=1, views=Views())
     if isinstance(stage, ScaleSearch):
         return replace(stage, outlier_images=min(stage.outlier_images, OUTLIER_IMAGES))
     return stage

@@ -1,0 +1,135 @@
+"""Choices made on calibration images alone: some are held out, and each variant is judged by how it treats those.
+
+    python benchmarks/explore.py --model deit_tiny_patch16_224 --weights W.safetensors --calib DIR --hold 224 \\
+        --base w3a3:balanced:steps=2000 --then joint_tuning:steps=1000 --then joint_tuning:steps=1000:views.every=0 \\
+        --base w3a3:balanced:steps=2000:+rotation --out R.jsonl
+
+A base is a run of `accuracy.py`; each `--then` is joint tuning with the fields named, started from the base before it.
+A line says, for the images that were used and for those held out (each with its mirror image): the KL divergence from
+the float model, and the share of equal predictions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import logging
+import pathlib
+import time
+from dataclasses import replace
+
+
+class InOrder(argparse.Action):
+    """--base and --then, in the order in which they were given."""
+
+    def __call__(self, parser, namespace, values, option=None):
+        namespace.jobs = [*(namespace.jobs or []), (option.lstrip("-"), values)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--model-args", default="{}", help="JSON of further arguments of timm.create_model")
+    parser.add_argument("--weights", required=True)
+    parser.add_argument("--calib", required=True)
+    parser.add_argument("--hold", type=int, default=224, help="images held out of 1024")
+    parser.add_argument("--seed", type=int, default=3407)
+    parser.add_argument("--base", action=InOrder, dest="jobs")
+    parser.add_argument("--then", action=InOrder, dest="jobs")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="a JSON lines file to append to")
+    args = parser.parse_args()
+
+    import torch
+    from accuracy import recipe_of
+
+    import aphq
+    from aphq.data import Preprocessing, load_calibration
+    from aphq.models.loading import load_model
+
+    logging.basicConfig(level=logging.WARNING)
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    extra = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(args.model_args).items()}
+    model = load_model(args.model, args.weights, **extra).to(device)
+    every = load_calibration(args.calib, Preprocessing.of_model(model), count=1024, seed=args.seed, whole=True)
+    used = every.first(len(every) - args.hold)
+    held = replace(every, images=every.images[len(used) :], names=(), whole=None, aspects=None)
+    base_model, base_name = None, ""
+    for kind, text in args.jobs:
+        started = time.time()
+        if kind == "base":
+            recipe = recipe_of(text, args.seed)
+            base_model, base_name = aphq.quantize(model, recipe, used).model, text
+            quantized = base_model
+        else:
+            quantized = tuned(model, base_model, text, used, device)
+        seconds = time.time() - started
+        line = {
+            "model": args.model, "base": base_name, "then": text if kind == "then" else "", "seed": args.seed,
+            "used": measure(model, quantized, used, device), "held": measure(model, quantized, held, device),
+            "seconds": round(seconds, 1), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        }  # fmt: skip
+        with open(args.out, "a") as handle:
+            handle.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+
+
+def tuned(model, base, text, images, device):
+    """A copy of the base after joint tuning."""
+    import torch
+
+    from aphq.artifact.info import info_of
+    from aphq.engine.folder import RunFolder
+    from aphq.engine.progress import Progress
+    from aphq.engine.store import Store
+    from aphq.engine.workspace import Workspace
+    from aphq.models.architecture import architecture_of
+    from aphq.models.student import finalise
+    from aphq.recipe import JointTuning
+    from aphq.stages.joint_tuning import tune_jointly
+    from aphq.stages.rotation import rotate
+
+    recipe = info_of(base).recipe.including(JointTuning())
+    _, *changes = text.split(":")
+    for change in changes:
+        path, value = change.split("=", 1)
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+        recipe = recipe.with_value(f"joint_tuning.{path}", value)
+    architecture = architecture_of(model)
+    teacher, student = copy.deepcopy(model).eval().requires_grad_(False), copy.deepcopy(base)
+    store = Store(device, gpu_bytes=None, host_bytes=None, folder=None)
+    work = Workspace(
+        teacher, student, architecture.units(teacher), images, recipe, device, store, RunFolder(None), Progress(),
+        streams=architecture.streams(teacher),
+    )  # fmt: skip
+    rotation = info_of(base).recipe.stage("rotation")
+    if rotation is not None:  # the base was turned with its own copy of the teacher; turn ours alike
+        work.student = copy.deepcopy(student)
+        rotate(work, rotation)
+        work.student = student
+    tune_jointly(work, recipe.stage("joint_tuning"))
+    finalise(student)
+    torch.cuda.empty_cache()
+    return student
+
+
+def measure(model, quantized, images, device):
+    import torch
+    import torch.nn.functional as F
+
+    divergence, equal, count = 0.0, 0, 0
+    with torch.no_grad():
+        for start in range(0, len(images), 128):
+            x = images.batch(slice(start, start + 128), device)
+            for view in (x, x.flip(-1)):
+                a, b = model(view).log_softmax(1), quantized(view).log_softmax(1)
+                divergence += float(F.kl_div(b, a, log_target=True, reduction="sum"))
+                equal += int((a.argmax(1) == b.argmax(1)).sum())
+                count += len(view)
+    return {"kl": round(divergence / count, 4), "agreement": round(100 * equal / count, 2), "images": count}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Joint tuning: the whole quantized network learns to say what the float teacher says, on fresh views.
+
+Reconstruction unit by unit never sees how the units' errors add up. Here all of them learn at once, weights straight
+through their rounding, together with every scale and with what stays in float. The loss is the distillation loss at the
+logits plus the mean relative error of the units' outputs, which tells early units more than the logits alone would.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aphq import recipe as settings
+from aphq.engine.loop import Group, Loop, Now, by_magnitude, cosine, draw_samples
+from aphq.engine.seeds import generator_for, seed_for, seeded
+from aphq.engine.store import Activations, Rows
+from aphq.engine.workspace import Workspace
+from aphq.models.architecture import made
+from aphq.models.student import enable
+from aphq.quant.straight_through import StraightThrough
+from aphq.stages.batches import recordable
+from aphq.stages.learnable import Learnable
+
+
+def tune_jointly(work: Workspace, config: settings.JointTuning) -> None:
+    """The stage: all units at once, so its checkpoint comes at the end."""
+    enable(work.student)
+    if work.recall(config.NAME, work.units[-1].name) is not None:  # the last to be written
+        for unit in work.units:
+            work.restore_unit(config.NAME, unit)
+        return
+    seed = work.recipe.seed
+    learned = Learnable.of(work, work.units, config.quantized_share, seed_for(seed, config.NAME))
+    parameters = [*learned.scales, *learned.weight_scales, *(learned.rest if config.float_lr else ())]
+    work.progress.start(config.NAME, config.steps)
+    with seeded(seed, config.NAME, device=work.device), learned.rounded_by(StraightThrough, parameters):
+        if config.steps and (learned.roundings or parameters):
+            curve = _loop(work, config, learned).run(work.progress.advance)
+            work.folder.event("unit", stage=config.NAME, unit="all", **curve.to_dict())
+    for unit in work.units:
+        work.save_unit(config.NAME, unit)
+    work.progress.finish()
+
+
+def _loop(work: Workspace, config: settings.JointTuning, learned: Learnable) -> Loop:
+    steps = config.steps
+    images: Rows = work.image_rows() if not config.views.every else work.views(config.views, config.NAME, "0")
+    held: Any = images if work.images.ragged else _held(work, images)
+    samples = draw_samples(len(held), config.batch, steps, generator_for(work.recipe.seed, config.NAME))
+    share = 1 / samples.shape[1]
+
+    def loss_of(index: Tensor, now: Now) -> Tensor:
+        x = held[index]
+        with torch.no_grad():
+            expected = outputs(work, work.teacher, x)
+        got = outputs(work, work.student, x)
+        errors = [relative_error(a, b) for a, b in zip(got[:-1], expected[:-1], strict=True)]
+        loss = config.logit_weight * work.distillation.loss(got[-1], expected[-1], config.temperature)
+        loss = loss + config.feature_weight * torch.stack(errors).mean()
+        return loss * (len(index) * share)  # a mean over my rows; the processes' losses add up to one over all
+
+    def redraw(step: int) -> None:
+        fresh = work.views(config.views, config.NAME, str(step))
+        held.data.copy_(fresh[slice(None)])
+
+    scales = [(p, float(p.data.mean())) for p in (*learned.scales, *learned.weight_scales)]
+    masters = [r for r in learned.roundings if isinstance(r, StraightThrough)] if config.weight_lr else []
+    weights = [(r.master, float(r.quantizer.scale.data.mean())) for r in masters]
+    return Loop(
+        loss_of=loss_of,
+        groups=[
+            *by_magnitude(weights, config.weight_lr, steps),
+            *by_magnitude(scales, config.scale_lr, steps),
+            Group(learned.rest if config.float_lr else [], cosine(config.float_lr, steps)),
+        ],
+        samples=samples,
+        device=work.device,
+        after_step=learned.keep_scales_positive,
+        clock=learned.clock,
+        ranks=work.ranks,
+        capture=work.ranks.agree_that(recordable(held)),
+        refresh=redraw if config.views.every else None,
+        refresh_every=max(1, config.views.every),
+    )
+
+
+def _held(work: Workspace, images: Rows) -> Activations:
+    """The images as rows that can change in place."""
+    if isinstance(images, Activations):
+        return images
+    rows = images[slice(0, 1)]
+    held = work.store.allocate((len(images), *rows.shape[1:]))
+    for start in range(0, len(images), work.pass_batch):
+        part = images[slice(start, start + work.pass_batch)]
+        held.data[start : start + len(part)].copy_(part)
+    return held
+
+
+def outputs(work: Workspace, model: nn.Module, x: Any) -> list[Any]:
+    """What each unit gives; the last are the logits."""
+    found = []
+    for unit in work.units:
+        x = unit.run(model, x)
+        found.append(made(unit, x))
+        x = unit.bridge(model, x)
+    found[-1] = x
+    return found
+
+
+def relative_error(got: Any, expected: Any) -> Tensor:
+    """The squared error, relative to how much the expected output varies; of several tensors the mean."""
+    if not isinstance(expected, Tensor):
+        return torch.stack([relative_error(got[name], x) for name, x in expected.items()]).mean()
+    return (got - expected).square().mean() / expected.var().clamp_min(1e-12)

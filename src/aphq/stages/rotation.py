@@ -1,0 +1,148 @@
+"""Rotation: the residual stream and the attention heads in a basis without outlying channels, folded into the weights.
+
+A LayerNorm without its affine commutes with every orthogonal matrix Q that leaves the all-ones vector where it is: the
+mean and the length of a token stay the same. So once the affines are moved into the layers behind them, each layer that
+writes to a stream gives Q times what it gave, each that reads takes Q^T first, and nothing else changes: the model
+keeps its LayerNorms and its cost, and computes what it did. Inside a head, queries and keys turn together, and values
+turn against the projection. Turned by a random Q, no channel stands out, so one scale fits all of them.
+
+The teacher is turned with the student, because their outputs are compared unit by unit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aphq import recipe as settings
+from aphq.engine.seeds import generator_for
+from aphq.engine.workspace import Workspace
+from aphq.models.architecture import Stream
+
+
+def rotate(work: Workspace, config: settings.Rotation) -> None:
+    """The stage. It is quick and follows from the seed, so a run that goes on repeats it."""
+    work.progress.start(config.NAME, 1)
+    for model in (work.teacher, work.student):
+        generator = generator_for(work.recipe.seed, config.NAME)
+        if config.stream:
+            for stream in work.streams:
+                turn_stream(model, stream, generator)
+        if config.heads:
+            for name in attention_names(work.student):
+                turn_heads(model.get_submodule(name), generator)
+    work.progress.advance(1)
+    work.progress.finish()
+
+
+def attention_names(model: nn.Module) -> list[str]:
+    """Attentions with one layer for queries, keys and values, which is what `turn_heads` can turn."""
+    return [name for name, m in model.named_modules() if all(hasattr(m, part) for part in ("qkv", "proj", "num_heads"))]
+
+
+def random_orthogonal(size: int, generator: torch.Generator) -> Tensor:
+    """[size, size], double precision."""
+    q, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
+    return q * r.diagonal().sign()  # without which it would not be uniform
+
+
+def orthogonal_beside_ones(size: int, generator: torch.Generator) -> Tensor:
+    """A random orthogonal matrix that maps the all-ones vector to itself."""
+    whole = torch.eye(size, dtype=torch.float64)
+    whole[1:, 1:] = random_orthogonal(size - 1, generator)
+    normal = torch.full((size,), 1 / math.sqrt(size), dtype=torch.float64)
+    normal[0] -= 1  # the mirror that swaps the ones' direction with the first axis
+    if size > 1:
+        normal /= normal.norm()
+    mirror = torch.eye(size, dtype=torch.float64) - 2 * torch.outer(normal, normal)
+    return mirror @ whole @ mirror
+
+
+@torch.no_grad()
+def turn_stream(model: nn.Module, stream: Stream, generator: torch.Generator) -> None:
+    """Every writer, reader and constant of the stream, in place."""
+    for scale, writer in stream.scales:
+        fold_scale(model.get_submodule(scale), model.get_submodule(writer))
+    width = len(model.get_submodule(stream.writers[0]).weight)  # type: ignore[arg-type]
+    turn = orthogonal_beside_ones(width, generator)
+    for name in stream.writers:
+        write_turned(model.get_submodule(name), turn)
+    for name in stream.constants:
+        owner, _, parameter = name.rpartition(".")
+        tensor: Any = getattr(model.get_submodule(owner), parameter)
+        tensor.data = _like(tensor.double().cpu() @ turn.T, tensor)
+    for reader in stream.readers:
+        linears = [model.get_submodule(name) for name in reader.linears]
+        fold_norm(model.get_submodule(reader.norm), linears)
+        for linear in linears:
+            read_turned(linear, torch.block_diag(*[turn] * reader.copies))
+
+
+def fold_scale(scale: Any, writer: Any) -> None:
+    """A LayerScale into the layer before it."""
+    gamma = scale.gamma.data
+    writer.weight.data = writer.weight.data * gamma[:, None]
+    if writer.bias is not None:
+        writer.bias.data = writer.bias.data * gamma
+    scale.gamma.data = torch.ones_like(gamma)
+
+
+def fold_norm(norm: Any, linears: list[Any]) -> None:
+    """The affine of a norm into the layers behind it."""
+    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    for linear in linears:
+        if bias is not None and bool(bias.any()):
+            add_to_bias(linear, linear.weight.data @ bias.data)
+        if weight is not None:
+            linear.weight.data = linear.weight.data * weight.data
+    if weight is not None:
+        weight.data = torch.ones_like(weight)
+    if bias is not None:
+        bias.data = torch.zeros_like(bias)
+
+
+def add_to_bias(layer: Any, shift: Tensor) -> None:
+    """Of a plain or a quantized layer; one without a bias gets one."""
+    if layer.bias is None:
+        layer.bias = nn.Parameter(torch.zeros_like(shift), requires_grad=False)
+    layer.bias.data = layer.bias.data + shift
+
+
+def write_turned(layer: Any, turn: Tensor) -> None:
+    """The layer gives `turn` times what it gave."""
+    weight = layer.weight.data
+    layer.weight.data = _like((turn @ weight.flatten(1).double().cpu()).view(weight.shape), weight)
+    if layer.bias is not None:
+        layer.bias.data = _like(turn @ layer.bias.data.double().cpu(), layer.bias)
+
+
+def read_turned(layer: Any, turn: Tensor) -> None:
+    """The layer takes `turn` times what it took."""
+    layer.weight.data = _like(layer.weight.data.double().cpu() @ turn.T, layer.weight)
+
+
+@torch.no_grad()
+def turn_heads(attention: Any, generator: torch.Generator) -> None:
+    """Queries with keys, and values against the projection, each head on its own."""
+    heads = attention.num_heads
+    rows = len(attention.qkv.weight) // 3
+    size = rows // heads
+    for_products = torch.block_diag(*(random_orthogonal(size, generator) for _ in range(heads)))
+    for_values = torch.block_diag(*(random_orthogonal(size, generator) for _ in range(heads)))
+    if not _plain(attention, "q_norm", "k_norm"):
+        for_products = torch.eye(rows, dtype=torch.float64)
+    if not _plain(attention, "norm"):
+        for_values = torch.eye(rows, dtype=torch.float64)
+    write_turned(attention.qkv, torch.block_diag(for_products, for_products, for_values))
+    read_turned(attention.proj, for_values)
+
+
+def _plain(attention: Any, *norms: str) -> bool:
+    return all(isinstance(getattr(attention, norm, None) or nn.Identity(), nn.Identity) for norm in norms)
+
+
+def _like(x: Tensor, other: Tensor) -> Tensor:
+    return x.to(other)
