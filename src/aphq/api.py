@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,24 +19,24 @@ from aphq import __version__
 from aphq.artifact.info import QuantizationInfo, attach, info_of
 from aphq.artifact.loading import load
 from aphq.artifact.saving import CONFIG, Sizes, save
-from aphq.data import CalibrationSet, Labelled, Preprocessing, as_labelled, load_calibration
+from aphq.data import Preprocessing
+from aphq.data.scenes import ScenePreprocessing
 from aphq.engine.folder import RunFolder
 from aphq.engine.loop import matmul_precision
 from aphq.engine.memory import PeakMemory
 from aphq.engine.progress import Progress, clock
 from aphq.engine.ranks import Ranks
 from aphq.engine.store import Store
-from aphq.engine.workspace import Workspace
+from aphq.engine.workspace import Images, Workspace
 from aphq.errors import ModelError, RecipeError
-from aphq.evaluation import classification
-from aphq.evaluation.classification import Accuracy
-from aphq.models.architecture import Architecture, Unit, architecture_of, check_units
+from aphq.models.architecture import Architecture, Unit, architecture_named, architecture_of
 from aphq.models.coverage import Coverage, coverage
 from aphq.models.loading import load_model, model_fingerprint
 from aphq.models.student import finalise, make_student
 from aphq.presets import preset
 from aphq.recipe import BlockReconstruction, JointTuning, MlpReconstruction, Recipe
 from aphq.stages import RUN_STAGE
+from aphq.tasks import Task, task_of
 
 log = logging.getLogger(__name__)
 GIB = 2**30
@@ -51,7 +51,7 @@ class Run:
     path: Path | None
     seconds: dict[str, float] = field(default_factory=dict)  # per stage
     sizes: Sizes | None = None
-    accuracy: dict[str, Accuracy] = field(default_factory=dict)  # "float" and "quantized", if labels were given
+    accuracy: dict[str, Any] = field(default_factory=dict)  # "float" and "quantized", if labels were given
     agreement: float | None = None  # per cent of equal predictions
     resumed: bool = False
 
@@ -71,10 +71,10 @@ class Run:
             "float_layers": [row.name for row in self.coverage if row.note],
         }
 
-    def recall(self, earlier: dict[str, Any]) -> None:
+    def recall(self, earlier: dict[str, Any], task: Task) -> None:
         """Take over what an earlier, finished run of the same folder measured."""
         self.seconds = dict(earlier.get("seconds") or {})
-        self.accuracy = {name: Accuracy(**value) for name, value in (earlier.get("accuracy") or {}).items()}
+        self.accuracy = {name: task.recall(value) for name, value in (earlier.get("accuracy") or {}).items()}
         self.agreement = earlier.get("agreement")
 
     def summary(self) -> str:
@@ -85,8 +85,7 @@ class Run:
         if stayed:
             lines.append(f"  in float or partly: {', '.join(stayed[:6])}{' ...' if len(stayed) > 6 else ''}")
         for name, accuracy in self.accuracy.items():
-            shares = f"top-1 {accuracy.top1:.2f} %  top-5 {accuracy.top5:.2f} %"
-            lines.append(f"  {name:<10} {shares}  ({accuracy.images} images)")
+            lines.append(f"  {name:<10} {accuracy}")
         if self.agreement is not None:
             lines.append(f"  agreement with float {self.agreement:.2f} %")
         if self.sizes is not None:
@@ -109,7 +108,7 @@ def quantize(
     out: str | Path | None = None,
     val: Any = None,
     weights: str | Path | None = None,
-    preprocessing: Preprocessing | None = None,
+    preprocessing: Preprocessing | ScenePreprocessing | None = None,
     device: str | torch.device = "auto",
     gpu_memory_gb: float | None = None,
     host_memory_gb: float | None = None,
@@ -118,11 +117,12 @@ def quantize(
 ) -> Run:
     """Quantize `model` with unlabelled images.
 
-    model: a timm VisionTransformer or SwinTransformer, or a timm name (weights from the hub or the file `weights`).
+    model: a timm VisionTransformer or SwinTransformer, or a timm name (weights from the hub or the file `weights`); a
+        detector of `aphq.detection`, or its name with the file `weights`.
     recipe: a preset name such as "w4a4" at an `effort`, a YAML or JSON file, or a Recipe.
     data: a folder, list or zip of images, a tensor, a DataLoader or any iterable of images; see `load_calibration`.
     out: the run folder; a run that was stopped goes on when called again. None keeps everything in memory.
-    val: labelled images to measure float and quantized accuracy on.
+    val: labelled images to measure float and quantized accuracy on; for a detector (instances.json, folder of images).
 
     Started by `torchrun`, the processes share the work; the first saves and measures, the others get the model alone.
     """
@@ -131,10 +131,14 @@ def quantize(
     ranks = Ranks.join(target)
     progress = progress if progress is not None and ranks.first else Progress()
     teacher, architecture, units = _prepare_model(model, weights, target)
-    preprocessing = preprocessing or Preprocessing.of_model(teacher)
-    _probe(teacher, units, preprocessing, target)
-    labelled = None if val is None else as_labelled(val, _classes(teacher))
-    images = _load_images(data, preprocessing, chosen, progress)
+    task = task_of(architecture)
+    chosen = task.adapt(chosen)
+    preprocessing = preprocessing or task.preprocessing_of(teacher)
+    task.check(teacher, units, preprocessing, target)
+    labelled = None if val is None else task.labelled(val, teacher)
+    images = _load_images(task, data, preprocessing, chosen, progress)
+    if labelled is not None:
+        task.keep_apart(images, labelled)
     for stage in chosen.stages:
         if isinstance(stage, (MlpReconstruction, BlockReconstruction, JointTuning)):
             ranks.share_of(min(stage.batch, len(images)))  # refused before anything is written
@@ -153,13 +157,15 @@ def quantize(
         if ranks.decide(resumed and folder.path is not None and (folder.path / CONFIG).exists()):
             assert folder.path is not None
             run.model = load(folder.path, target)
-            run.recall(folder.earlier_result())
+            run.recall(folder.earlier_result(), task)
             log.info("%s is finished already; nothing to redo", folder.path)
         else:
             store = _store(target, folder, gpu_memory_gb, host_memory_gb)
             student = make_student(teacher, architecture, units, chosen).to(target)
-            streams = architecture.streams(teacher)
-            work = Workspace(teacher, student, units, images, chosen, target, store, folder, progress, ranks, streams)
+            known = task.prepare(images, teacher, target, progress)
+            places = (target, store, folder, progress, ranks)
+            extras = (architecture.streams(teacher), task.distillation)
+            work = Workspace(teacher, student, units, known, chosen, *places, *extras)
             run.seconds = _run_stages(work)
             finalise(student)
             attach(student, _info(teacher, student, architecture, units, chosen, preprocessing, sha))
@@ -169,9 +175,9 @@ def quantize(
             return run
         if folder.path is not None:
             run.sizes = save(run.model, folder.path)
-            _verify(run, preprocessing, target)
+            _verify(run, task, units, preprocessing, target)
         if labelled is not None:
-            _measure(run, teacher, labelled, preprocessing, target, progress, val_limit)
+            _measure(run, task, teacher, labelled, preprocessing, target, progress, val_limit)
         folder.write_result(run.to_dict())
         folder.event("finished", **run.to_dict())
         folder.drop_checkpoints()
@@ -186,21 +192,25 @@ def evaluate(
     model: nn.Module | str | Path,
     val: Any,
     *,
-    preprocessing: Preprocessing | None = None,
+    preprocessing: Preprocessing | ScenePreprocessing | None = None,
     device: str | torch.device = "auto",
     batch: int = 50,
     limit: int | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Accuracy:
-    """Top-1 and top-5 of a model or of a saved run on labelled images."""
+    keep: Callable[[Any], None] | None = None,
+) -> Any:
+    """Top-1 and top-5 (`Accuracy`) of a model or of a saved run on labelled images, or the box and mask AP of a
+    detector (`DetectionAccuracy`) on (instances.json, folder of images); `keep` then gets every detection."""
     target = resolve_device(device)
     if isinstance(model, (str, Path)):
         model = load(model, target)
     info = info_of(model)
-    chosen = preprocessing or (info.preprocessing if info else Preprocessing.of_model(model))
-    data = as_labelled(val, _classes(model))
-    options: dict[str, Any] = {"batch": batch, "limit": limit, "progress": progress}
-    return classification.evaluate(model.to(target).eval(), data, chosen, device=target, **options)
+    task = task_of(architecture_of(model) if info is None else architecture_named(info.family))
+    chosen = preprocessing or (info.preprocessing if info else task.preprocessing_of(model))
+    options: dict[str, Any] = {"batch": batch, "limit": limit, "progress": progress, "keep": keep}
+    data = task.labelled(val, model)
+    found = task.measure({"model": model.to(target).eval()}, data, chosen, device=target, **options)
+    return found.accuracy["model"]
 
 
 def resolve_recipe(recipe: Recipe | str, effort: str) -> Recipe:
@@ -238,36 +248,23 @@ def _prepare_model(
     return teacher, architecture, architecture.units(teacher)
 
 
-def _probe(teacher: nn.Module, units: Iterable[Unit], preprocessing: Preprocessing, device: torch.device) -> None:
-    check_units(teacher, tuple(units), _probe_images(preprocessing, device))
-
-
-def _probe_images(preprocessing: Preprocessing, device: torch.device) -> torch.Tensor:
-    return torch.randn(2, *preprocessing.shape, generator=torch.Generator().manual_seed(0)).to(device)
-
-
-@torch.no_grad()
-def _verify(run: Run, preprocessing: Preprocessing, device: torch.device) -> None:
+def _verify(run: Run, task: Task, units: Sequence[Unit], preprocessing: Any, device: torch.device) -> None:
     """What was saved must load and compute what the model in memory does."""
     assert run.path is not None
-    images = _probe_images(preprocessing, device)
-    expected, got = run.model(images), load(run.path, device)(images)
-    if not torch.allclose(expected, got, rtol=1e-4, atol=1e-4 * float(expected.abs().max())):
-        raise ModelError(
-            f"the model saved in {run.path} does not compute what the one in memory does: a part of this "
-            f"{type(run.model).__name__} is not in its description; please report it with the model's definition"
-        )
+    expected = task.outputs(run.model, units, preprocessing, device)
+    got = task.outputs(load(run.path, device), units, preprocessing, device)
+    for name, x in expected.items():
+        if not torch.allclose(x, got[name], rtol=1e-4, atol=1e-4 * float(x.abs().max())):
+            raise ModelError(
+                f"the model saved in {run.path} does not compute what the one in memory does ({name}): a part of this "
+                f"{type(run.model).__name__} is not in its description; please report it with the model's definition"
+            )
 
 
-def _classes(model: nn.Module) -> int:
-    return int(model.num_classes)  # type: ignore[arg-type]
-
-
-def _load_images(data: Any, preprocessing: Preprocessing, recipe: Recipe, progress: Progress) -> CalibrationSet:
+def _load_images(task: Task, data: Any, preprocessing: Any, recipe: Recipe, progress: Progress) -> Images:
     if data is None:
         raise RecipeError("quantization needs calibration images: pass `data` (a folder of about 1024 images will do)")
-    settings = recipe.calibration
-    progress.start("images", settings.images)
+    progress.start("images", recipe.calibration.images)
     seen = 0
 
     def report(done: int, _: int) -> None:
@@ -275,15 +272,7 @@ def _load_images(data: Any, preprocessing: Preprocessing, recipe: Recipe, progre
         progress.advance(done - seen)
         seen = done
 
-    images = load_calibration(
-        data,
-        preprocessing,
-        count=settings.images,
-        seed=recipe.seed,
-        augment=settings.augment,
-        whole=recipe.wants_views,
-        progress=report,
-    )
+    images = task.images(data, preprocessing, recipe, report)
     progress.finish()
     return images
 
@@ -320,7 +309,7 @@ def _info(
     architecture: Architecture,
     units: Iterable[Unit],
     recipe: Recipe,
-    preprocessing: Preprocessing,
+    preprocessing: Any,
     sha: str,
 ) -> QuantizationInfo:
     mlps = [unit.mlp for unit in units if unit.mlp is not None]
@@ -342,21 +331,16 @@ def _info(
 
 def _measure(
     run: Run,
+    task: Task,
     teacher: nn.Module,
-    data: Labelled,
-    preprocessing: Preprocessing,
+    data: Any,
+    preprocessing: Any,
     device: torch.device,
     progress: Progress,
     limit: int | None,
 ) -> None:
     progress.start("evaluation", min(len(data), limit or len(data)))
-    found = classification.compare(
-        {"float": teacher, "quantized": run.model},
-        data,
-        preprocessing,
-        device=device,
-        limit=limit,
-        progress=progress.advance,
-    )
+    models = {"float": teacher, "quantized": run.model}
+    found = task.measure(models, data, preprocessing, device=device, limit=limit, progress=progress.advance)
     progress.finish()
-    run.accuracy, run.agreement = found.accuracy, found.agreement["quantized"]
+    run.accuracy, run.agreement = found.accuracy, found.agreement

@@ -30,7 +30,8 @@ SOURCE = str(Path(aphq.__file__).parents[1])
 
 def settings(effort: str) -> list[str]:
     skipped = ("steps", "mlp_reconstruction.batch", "block_reconstruction.batch") if effort == "fast" else ()
-    return [f"--set={path}={value}" for path, value in SHORT.items() if path not in skipped]
+    settable = {path: value for path, value in SHORT.items() if not path.startswith("joint_tuning.")}
+    return [f"--set={path}={value}" for path, value in settable.items() if path not in skipped]
 
 
 def command(files: Path, out: Path, *extra: str, effort: str = "fast") -> list[str]:

@@ -72,6 +72,15 @@ def test_opening_the_attention_changes_no_bit(variant: Any) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
+def test_a_detector_without_adapter_is_refused_by_the_module_it_stops_at() -> None:
+    from torchvision.models.detection import maskrcnn_resnet50_fpn
+
+    with torch.device("meta"):
+        model = maskrcnn_resnet50_fpn(weights=None, weights_backbone=None)
+    with pytest.raises(ModelError, match=r"a MaskRCNN \(no adapter knows its module 'backbone.body' of class Inter"):
+        architecture_of(model)
+
+
 def test_a_family_without_adapter_is_refused() -> None:
     with pytest.raises(ModelError, match=r"cannot quantize a ResNet; supported: .*timm's VisionTransformer"):
         architecture_of(ResNet(BasicBlock, [1, 1, 1, 1], num_classes=3))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from aphq.quant.affine import affine_from_range, quantize
 from aphq.quant.layers import (
     QuantizedConv2d,
+    QuantizedConvTranspose2d,
     QuantizedLayer,
     QuantizedLinear,
     QuantizedProduct,
@@ -172,18 +173,47 @@ def test_a_layer_without_a_bias_gets_one() -> None:
         (QuantizedLinear(nn.Linear(6, 4), None, None), torch.randn(2, 5, 6)),
         (QuantizedConv2d(nn.Conv2d(3, 4, 4, 4), None, None), torch.randn(2, 3, 8, 12)),
         (QuantizedConv2d(nn.Conv2d(3, 4, 3, 2, 1, bias=False), None, None), torch.randn(2, 3, 8, 8)),
+        (QuantizedConv2d(nn.Conv2d(3, 4, (3, 5), (1, 2), (2, 1), 2), None, None), torch.randn(2, 3, 9, 12)),
     ],
 )
 def test_a_layer_is_a_matrix_product_of_its_rows(layer: QuantizedLayer, x: Tensor) -> None:
-    rows = F.linear(layer.as_matrix(x), layer.weight.flatten(1), layer.bias)
     out = layer(x)
-    wanted = out if out.ndim == 3 else out.flatten(2).transpose(1, 2)
-    torch.testing.assert_close(rows, wanted)
+    wanted = (out if out.ndim == 3 else out.flatten(2).transpose(1, 2)).flatten(0, 1)
+    count = layer.row_count(x)
+    assert count == len(wanted)
+    picked = torch.randperm(count)[: count // 2]
+    rows = F.linear(layer.rows_at(x, picked), layer.weight_rows(), layer.bias)
+    torch.testing.assert_close(rows, wanted[picked])
+
+
+def test_a_transposed_convolution_makes_a_patch_of_every_pixel() -> None:
+    layer, x = QuantizedConvTranspose2d(nn.ConvTranspose2d(6, 4, 2, 2), None, None), torch.randn(2, 6, 3, 5)
+    out = layer(x)
+    patches = out.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 1, 3, 5).flatten(0, 2).flatten(2)
+    picked = torch.randperm(layer.row_count(x))[:7]
+    rows = layer.rows_at(x, picked) @ layer.weight_rows().flatten(0, 1).T  # [picked, out * taps]
+    assert layer.bias is not None
+    torch.testing.assert_close(rows.unflatten(1, (4, 4)) + layer.bias[:, None], patches[picked])
+
+
+def test_a_transposed_convolution_is_quantized_per_output_channel() -> None:
+    source = nn.ConvTranspose2d(6, 4, 2, 2)
+    source.weight.data[:, 2] *= 100
+    weights = Quantizer(8, False, (1, 4, 1, 1))
+    weights.set_range(source.weight.amin((0, 2, 3)), source.weight.amax((0, 2, 3)))
+    weights.enabled = True
+    layer, x = QuantizedConvTranspose2d(source, weights, None), torch.randn(2, 6, 3, 5)
+    error = (layer(x) - source(x)).abs().amax((0, 2, 3))
+    assert (error[[0, 1, 3]] < error[2] / 20).all()
+    rounding = LearnedRounding(source.weight, weights)
+    rounding.soften(torch.tensor(20.0))
+    off = (rounding() - source.weight).abs() / weights.scale
+    assert (off <= 0.51).all(), "soft weights start at the float ones, but for a clipped end"
 
 
 def test_a_grouped_convolution_has_no_matrix() -> None:
     with pytest.raises(NotImplementedError, match="grouped"):
-        QuantizedConv2d(nn.Conv2d(4, 4, 3, groups=4), None, None).as_matrix(torch.randn(1, 4, 8, 8))
+        QuantizedConv2d(nn.Conv2d(4, 4, 3, groups=4), None, None).rows_at(torch.randn(1, 4, 8, 8), torch.arange(2))
 
 
 def learning(source: nn.Conv2d) -> tuple[QuantizedConv2d, LearnedRounding]:

@@ -107,8 +107,9 @@ def test_the_head_is_trained_on_the_prediction_itself(tiny_vit: nn.Module, monke
         used.append(tuple(logits.shape))
         return distillation_loss(logits, target, temperature)
 
-    monkeypatch.setattr("aphq.stages.block_reconstruction.distillation_loss", noted)
-    reconstruct(searched(tiny_vit, block_reconstruction__steps=3))
+    work = searched(tiny_vit, block_reconstruction__steps=3)
+    monkeypatch.setattr(work.distillation, "loss", noted)
+    reconstruct(work)
     assert used == [(8, 10)] * 4, "one look ahead and three steps, for the head alone"
 
 

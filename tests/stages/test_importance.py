@@ -15,10 +15,11 @@ from aphq.engine.hooks import change_outputs
 from aphq.engine.seeds import generator_for
 from aphq.engine.workspace import Visit, Workspace
 from aphq.models.architecture import run_units
+from aphq.models.distillation import softmax_probe
 from aphq.models.student import enable
 from aphq.recipe import Importance
 from aphq.stages.distillation import distillation_loss
-from aphq.stages.importance import ImportanceMap, Importances, fisher_diagonals, fisher_probe, normalised
+from aphq.stages.importance import ImportanceMap, Importances, fisher_diagonals, normalised
 from aphq.stages.scale_search import search_scales
 
 from ..runs import all_images, pixels, short, workspace
@@ -135,7 +136,7 @@ def test_behind_a_layer_norm_the_all_ones_perturbation_is_invisible_but_for_roun
 
 def test_fisher_probes_have_the_covariance_of_the_fisher_matrix() -> None:
     logits = torch.tensor([[2.0, 0.5, -1.0, 0.0]]).expand(200_000, -1)
-    probes = fisher_probe(logits, torch.Generator().manual_seed(0))
+    probes = softmax_probe(logits, torch.Generator().manual_seed(0))
     p = logits[0].softmax(-1)
     assert torch.allclose(probes.T @ probes / len(probes), p.diag() - p[:, None] * p, atol=3e-3)
     assert probes.sum(-1).abs().max() < 1e-5, "a shift of all logits is no direction of the Fisher matrix"
@@ -196,7 +197,7 @@ def diagonal_by_hand(work: Workspace, config: Importance, site: str) -> Tensor:
         with change_outputs({site: work.teacher.get_submodule(site)}, change):
             logits = work.teacher(images)
         for _ in range(config.probes):
-            direction = fisher_probe(logits.detach() / config.temperature, generator)
+            direction = softmax_probe(logits.detach() / config.temperature, generator)
             (grad,) = torch.autograd.grad(logits, leaf[0], direction, retain_graph=True)
             total = total + grad.square().sum(0, keepdim=True)
     return total / len(work.images)
@@ -246,7 +247,7 @@ def test_fisher_diagonals_are_read_back_from_the_run_folder(
         return fisher_diagonals(work, config)
 
     first = ask(config)
-    monkeypatch.setattr("aphq.stages.importance.fisher_probe", no_probe)
+    monkeypatch.setattr("aphq.models.distillation.softmax_probe", no_probe)
     for again in (ask(config), ask(replace(config, power=0.7))):  # the power comes later
         assert again.keys() == first.keys()
         assert all(torch.equal(again[site], first[site]) for site in first)
@@ -263,9 +264,9 @@ def test_the_stages_of_a_run_share_their_fisher_diagonals(
 
     def counted(logits: Tensor, generator: torch.Generator) -> Tensor:
         asked.append(len(logits))
-        return fisher_probe(logits, generator)
+        return softmax_probe(logits, generator)
 
-    monkeypatch.setattr("aphq.stages.importance.fisher_probe", counted)
+    monkeypatch.setattr("aphq.models.distillation.softmax_probe", counted)
     recipe = short(steps=1)
     kinds = [recipe.stage(name).importance for name in ("mlp_reconstruction", STAGE)]  # type: ignore[union-attr]
     assert kinds[0] == kinds[1]

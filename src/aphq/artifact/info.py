@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from aphq.data.preprocessing import Preprocessing
+from aphq.data.scenes import ScenePreprocessing
 from aphq.recipe import Recipe
 
 ATTRIBUTE = "quantization"
@@ -21,7 +22,7 @@ class QuantizationInfo:
     arguments: dict[str, Any]  # of the float model's constructor
     relu: tuple[str, ...]  # MLPs whose activation became ReLU
     recipe: Recipe
-    preprocessing: Preprocessing
+    preprocessing: Preprocessing | ScenePreprocessing
     float_sha256: str
     float_parameters: int
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from aphq.artifact.info import QuantizationInfo, attach
 from aphq.artifact.saving import CONFIG, FORMAT, TENSORS, VERSION, file_sha256
-from aphq.data.preprocessing import Preprocessing
 from aphq.engine.workspace import add_missing_biases
 from aphq.errors import AphqError, ArtifactError
 from aphq.models.architecture import architecture_named
@@ -25,6 +24,7 @@ from aphq.quant.layers import QuantizedLayer
 from aphq.quant.packing import unpack
 from aphq.quant.quantizer import Quantizer
 from aphq.recipe import Recipe
+from aphq.tasks import task_of
 
 
 def load(path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
@@ -72,12 +72,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def info_from(config: dict[str, Any]) -> QuantizationInfo:
     architecture = config["architecture"]
+    task = task_of(architecture_named(architecture["family"]))
     return QuantizationInfo(
         family=architecture["family"],
         arguments=dict(architecture["arguments"]),
         relu=tuple(config["relu"]),
         recipe=Recipe.from_dict(config["recipe"]),
-        preprocessing=Preprocessing.from_dict(config["preprocessing"]),
+        preprocessing=task.preprocessing_from(config["preprocessing"]),
         float_sha256=str(config["float_sha256"]),
         float_parameters=int(config["float_parameters"]),
     )

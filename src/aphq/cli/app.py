@@ -48,17 +48,28 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command()
 @guarded
 def quantize(
-    model: Annotated[str, typer.Argument(help="A timm model name, e.g. deit_small_patch16_224.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="A timm model name, e.g. deit_small_patch16_224, or a detector, e.g. mask_rcnn_swin_t."),
+    ],
     data: Annotated[Path, typer.Option(help="Calibration images: a folder, a zip, or a text file with paths.")],
     out: Annotated[Path, typer.Option(help="The run folder; start again with the same options to continue a run.")],
     bits: Annotated[str, typer.Option(help="w8a8, w6a6, w4a8, w4a4, w3a3, any wXaY, or a recipe file.")] = "w4a4",
     effort: Effort = "balanced",
     val: Annotated[Path | None, typer.Option(help="Labelled images (a folder per class) to measure on.")] = None,
+    coco: Annotated[Path | None, typer.Option(help="For a detector: COCO annotations to measure on ...")] = None,
+    coco_images: Annotated[Path | None, typer.Option(help="... and the folder of their images.")] = None,
+    short_side: Annotated[
+        int | None, typer.Option(help="For a detector: bring the short side of images to this many pixels (800).")
+    ] = None,
     weights: Annotated[Path | None, typer.Option(help="A local .safetensors or .pth file.")] = None,
     num_classes: Annotated[int | None, typer.Option(help="If it differs from the model's default.")] = None,
     model_arg: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="A further argument of timm.create_model, e.g. img_size=384."),
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="A further argument of timm.create_model, e.g. img_size=384, or field of a DetectorConfig.",
+        ),
     ] = None,
     images: Annotated[int | None, typer.Option(help="How many calibration images (1024).")] = None,
     seed: Annotated[int | None, typer.Option(help="The seed of every random draw (3407).")] = None,
@@ -73,20 +84,23 @@ def quantize(
 ) -> None:
     """Quantize a model and write the run folder."""
     from aphq.cli.console import open_progress
-    from aphq.cli.options import is_first_process, recipe_from
+    from aphq.cli.options import is_first_process, labels_from, recipe_from, scene_rules
+    from aphq.cli.source import remember_source
 
     recipe = recipe_from(bits, effort, seed, images, parse_changes(set_), without)
     from aphq.api import quantize as run_quantize
     from aphq.models.loading import load_model
 
-    loaded = load_model(model, weights, num_classes, **model_arguments(model_arg))
+    arguments = model_arguments(model_arg)
+    loaded = load_model(model, weights, num_classes, **arguments)
     with open_progress() as progress:
         run = run_quantize(
             loaded,
             recipe,
             data,
             out=out,
-            val=val,
+            val=labels_from(val, coco, coco_images),
+            preprocessing=scene_rules(loaded, short_side),
             device=device,
             gpu_memory_gb=gpu_memory,
             host_memory_gb=host_memory,
@@ -94,6 +108,7 @@ def quantize(
             progress=progress,
         )
     if is_first_process():
+        remember_source(out, model, weights, arguments)
         _say(run.to_dict() if as_json else run.summary())
 
 
@@ -101,30 +116,67 @@ def quantize(
 @guarded
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
-    val: Annotated[Path, typer.Option(help="Labelled images, a folder per class.")],
+    val: Annotated[Path | None, typer.Option(help="Labelled images, a folder per class.")] = None,
+    coco: Annotated[Path | None, typer.Option(help="For a detector: a COCO instances file ...")] = None,
+    images: Annotated[Path | None, typer.Option(help="... and the folder of its images.")] = None,
+    detections: Annotated[
+        Path | None, typer.Option(help="For a detector: also write what it finds here, as COCO results.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="This many images, spread over the classes.")] = None,
     batch: Annotated[int, typer.Option(help="Images per forward pass.")] = 50,
     device: Device = "auto",
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Measure the accuracy of a quantized model."""
+    """Measure the accuracy of a quantized model: top-1 of a classifier, box and mask AP of a detector."""
     from dataclasses import asdict
 
     from aphq.api import evaluate as run_evaluate
-    from aphq.artifact import load
+    from aphq.artifact import info_of, load
     from aphq.cli.console import open_progress
-    from aphq.data import as_labelled
+    from aphq.cli.detections import write_detections
+    from aphq.cli.options import labels_from
+    from aphq.errors import DataError
+    from aphq.models.architecture import architecture_named
+    from aphq.tasks import task_of
 
+    wanted = labels_from(val, coco, images)
+    if wanted is None:
+        raise DataError("nothing to measure on: give --val FOLDER, or --coco FILE and --images FOLDER for a detector")
     model = load(run)
-    labelled = as_labelled(val, int(model.num_classes))  # type: ignore[arg-type]
-    with open_progress() as progress:
+    info = info_of(model)
+    assert info is not None
+    labelled = task_of(architecture_named(info.family)).labelled(wanted, model)
+    with open_progress() as progress, write_detections(detections) as options:
         progress.start("evaluation", min(len(labelled), limit or len(labelled)))
-        found = run_evaluate(model, labelled, device=device, batch=batch, limit=limit, progress=progress.advance)
+        options = {**options, "device": device, "batch": batch, "limit": limit}
+        found = run_evaluate(model, labelled, progress=progress.advance, **options)
         progress.finish()
-    skipped = [{"name": name, "reason": reason} for name, reason in labelled.skipped]
-    text = f"top-1 {found.top1:.2f} %  top-5 {found.top5:.2f} %  ({found.images} images)"
-    _say({**asdict(found), "skipped": skipped} if as_json else text)
+    skipped = [{"name": name, "reason": reason} for name, reason in getattr(labelled, "skipped", ())]
+    _say({**asdict(found), "skipped": skipped} if as_json else str(found))
+
+
+@app.command()
+@guarded
+def predict(
+    run: Annotated[Path, typer.Argument(help="The run folder of a detector.")],
+    image: Annotated[Path, typer.Argument(help="An image file.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the drawing (.png, .jpg, ...).")],
+    weights: Annotated[
+        Path | None, typer.Option(help="The float weights, to draw beside; found by themselves where they still are.")
+    ] = None,
+    score: Annotated[float, typer.Option(help="Draw what is at least this certain.")] = 0.5,
+    coco: Annotated[Path | None, typer.Option(help="A COCO instances file, for the names of the classes.")] = None,
+    device: Device = "auto",
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Draw boxes, masks and labels that a quantized detector finds, beside those of the float one."""
+    from aphq.cli.prediction import predict_and_draw
+
+    found = predict_and_draw(run, image, out, weights=weights, threshold=score, coco=coco, device=device)
+    counts = ", ".join(f"{len(objects)} by the {name} detector" for name, objects in found.items())
+    _say({"out": str(out), "found": found} if as_json else f"{counts}; drawn in {out}")
 
 
 @app.command()

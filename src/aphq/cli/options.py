@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aphq.errors import RecipeError
+from aphq.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
+    from aphq.data.scenes import ScenePreprocessing
     from aphq.recipe import Recipe
 
 
@@ -41,8 +43,6 @@ def recipe_from(
     without: list[str] | None,
 ) -> Recipe:
     """A preset or a recipe file, with the command line's changes on top."""
-    from pathlib import Path
-
     from aphq.presets import preset
     from aphq.recipe import Recipe
 
@@ -56,6 +56,28 @@ def recipe_from(
     for name, value in changes.items():
         recipe = recipe.with_value(name, value)
     return recipe
+
+
+def labels_from(val: Path | None, coco: Path | None, images: Path | None) -> Any:
+    """What to measure on: a folder of classes, or COCO annotations with their images; None if nothing is given."""
+    if (coco is None) != (images is None):
+        raise DataError("COCO annotations and the folder of their images go together: give both, or none")
+    if val is not None and coco is not None:
+        raise DataError("--val is for classifiers and --coco for detectors: give one of them")
+    return val if coco is None else (coco, images)
+
+
+def scene_rules(model: Any, short_side: int | None) -> ScenePreprocessing | None:
+    """How a detector's images are resized, if not as usual: the long side is limited in proportion."""
+    from aphq.data.scenes import ScenePreprocessing
+    from aphq.models.architecture import architecture_of
+
+    if short_side is None:
+        return None
+    if architecture_of(model).task != "detection":
+        raise RecipeError("--short-side is for detectors; a classifier has one size, see --model-arg img_size=...")
+    usual = ScenePreprocessing()
+    return ScenePreprocessing(short_side, round(short_side * usual.longest / usual.shortest))
 
 
 def is_first_process() -> bool:

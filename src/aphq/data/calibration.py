@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class CalibrationSet:
     skipped: tuple[tuple[str, str], ...] = ()  # name and reason of each corrupt image
     whole: Tensor | None = None  # uint8 [N, channels, side, side], the pictures that `images` are crops of
     aspects: Tensor | None = None  # [N], their width / height
+    ragged: ClassVar[bool] = False  # all of one size
 
     def __post_init__(self) -> None:
         check_shape(self.images, self.preprocessing)

@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: slice | Tensor) -> Tensor: ...  # the rows, on the compute device
+    def __getitem__(self, index: slice | Tensor) -> Any: ...  # the rows, on the compute device: a tensor or a state
 
 
 class Activations:

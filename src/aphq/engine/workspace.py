@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,13 @@ from aphq.data.calibration import CalibrationSet
 from aphq.data.views import draw_views
 from aphq.engine.folder import RunFolder
 from aphq.engine.progress import Progress
+from aphq.engine.ragged import push_ragged
 from aphq.engine.ranks import Ranks
 from aphq.engine.seeds import generator_for
 from aphq.engine.store import Activations, Rows, Store, push
 from aphq.errors import RunError
-from aphq.models.architecture import Step, Stream, Unit, run_units, unchanged
+from aphq.models.architecture import Step, Stream, Unit, Value, run_units, unchanged
+from aphq.models.distillation import LOGITS, Distillation
 from aphq.quant.layers import QuantizedLayer
 from aphq.recipe import Calibration, Recipe, Views
 
@@ -25,17 +28,31 @@ ELEMENTS_PER_PASS = 10_000_000  # of a unit's output
 VIEWS_PER_PASS = 256
 
 
+class Images(Protocol):
+    """Calibration images, as tensors that share a size or as states that do not (`ragged`)."""
+
+    @property
+    def ragged(self) -> bool: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def batch(self, index: slice | Tensor, device: torch.device | str = "cpu") -> Any: ...
+
+
 class ImageRows:
     """The calibration images as rows of the store."""
 
-    def __init__(self, images: CalibrationSet, count: int, device: torch.device) -> None:
+    def __init__(self, images: Images, count: int, device: torch.device) -> None:
         self.images, self.device = images, device
         self.count = min(count, len(images))
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: slice | Tensor) -> Tensor:
+    def __getitem__(self, index: slice | Tensor) -> Any:
         if isinstance(index, slice):
             index = slice(*index.indices(self.count))
         return self.images.batch(index, self.device)
@@ -58,7 +75,7 @@ class Workspace:
     teacher: nn.Module  # float, never changed
     student: nn.Module
     units: tuple[Unit, ...]
-    images: CalibrationSet
+    images: Images
     recipe: Recipe
     device: torch.device
     store: Store
@@ -66,6 +83,7 @@ class Workspace:
     progress: Progress
     ranks: Ranks = field(default_factory=Ranks)
     streams: tuple[Stream, ...] = ()  # residual streams that may be rotated
+    distillation: Distillation = LOGITS
     shared: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # what one stage found and another can use
 
     def image_rows(self, count: int | None = None) -> Rows:
@@ -73,6 +91,7 @@ class Workspace:
 
     def views(self, config: Views, *purpose: str) -> Rows:
         """A fresh view of every image; `purpose` names the draw."""
+        assert isinstance(self.images, CalibrationSet), "scenes are seen whole"
         sources, aspects = self.images.sources()
         generator = generator_for(self.recipe.seed, "views", *purpose)
         drawn: Activations | None = None
@@ -119,7 +138,9 @@ class Workspace:
     def walk(self) -> Iterator[Visit]:
         """Teacher and student side by side, unit by unit; after each visit the student's unit, as it is by then,
         takes the student's activations forward. One pass over the images for each, three activations in memory."""
-        teacher_in: Rows = push(lambda x: x, self.image_rows(), self.store, self.pass_batch)
+        teacher_in: Rows = self.image_rows()
+        if not self.images.ragged:  # whole scenes are large, and few: they stay bytes
+            teacher_in = push(lambda x: x, teacher_in, self.store, self.pass_batch)
         student_in = teacher_in
         for unit in self.units:
             teacher_out = self.forward(self.teacher, unit.run, teacher_in)
@@ -138,9 +159,17 @@ class Workspace:
                 rows = self.forward(model, whole(unit), rows)
 
     def forward(self, model: nn.Module, step: Step, rows: Rows) -> Rows:
-        return (
-            rows if step is unchanged else push(lambda x: step(model, x), rows, self.store, self.pass_batch, self.ranks)
-        )
+        if step is unchanged:
+            return rows
+        if self.images.ragged:
+            return push_ragged(lambda x: step(model, x), rows, self.store)
+        return push(lambda x: step(model, x), rows, self.store, self.pass_batch, self.ranks)
+
+    def passes(self, rows: Rows, count: int) -> Iterator[Value]:
+        """The first `count` rows: all at once, or one by one where their sizes differ."""
+        count = min(count, len(rows))
+        for start in range(0, count, 1 if self.images.ragged else count):
+            yield rows[slice(start, start + 1 if self.images.ragged else count)]
 
     # -- checkpoints of units ----------------------------------------------------------------------------------------
 

@@ -21,6 +21,9 @@ class Accuracy:
     top5: float
     images: int
 
+    def __str__(self) -> str:
+        return f"top-1 {self.top1:.2f} %  top-5 {self.top5:.2f} %  ({self.images} images)"
+
 
 @dataclass(frozen=True)
 class Comparison:

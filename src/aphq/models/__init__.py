@@ -2,6 +2,7 @@
 
 from aphq.models import timm_swin, timm_vit
 from aphq.models.architecture import Architecture, NormPair, Unit, architecture_named, architecture_of, register
+from aphq.models.detection import adapter
 
 __all__ = ["Architecture", "NormPair", "Unit", "architecture_named", "architecture_of", "register"]
-del timm_swin, timm_vit
+del adapter, timm_swin, timm_vit

@@ -3,6 +3,9 @@
 A model is images -> unit -> bridge -> unit -> ... -> logits. Units are reconstructed one by one; a bridge is the float
 glue between two of them (position embedding, final norm, pooling). An adapter, one small file per family, cuts its
 family into units and is found by the model's class, never by its name.
+
+What flows along the chain is a tensor with a row per image. Where a model branches (a detector's pyramid reads four
+stages) it is a state instead: named tensors of one image, of which a unit makes some and passes on the others.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from torch import Tensor, nn
 
 from aphq.errors import ModelError
 
-UnitKind = Literal["patch_embed", "block", "merge", "head"]
-Step = Callable[[nn.Module, Tensor], Tensor]  # (whole model, input) -> output
+UnitKind = Literal["patch_embed", "block", "merge", "neck", "head"]
+State = dict[str, Tensor]
+Value = Tensor | State
+Step = Callable[[nn.Module, Any], Any]  # (whole model, input) -> output, both a Value
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,22 @@ class Unit:
     modules: tuple[str, ...]  # module paths that hold the unit's parameters
     mlp: str | None = None  # module with fc1, act, fc2
     norms: tuple[NormPair, ...] = ()
+    makes: tuple[str, ...] = ()  # the tensors of a state that are the unit's output; none where tensors flow
 
 
-def unchanged(model: nn.Module, x: Tensor) -> Tensor:
+def unchanged(model: nn.Module, x: Value) -> Value:
     """The bridge between two units that touch."""
     return x
+
+
+def made(unit: Unit, value: Value) -> Value:
+    """The unit's own output: all of a tensor, some tensors of a state."""
+    return value if isinstance(value, Tensor) else {name: value[name] for name in unit.makes}
+
+
+def rows_of(value: Value) -> int:
+    """How many images a value belongs to."""
+    return len(value) if isinstance(value, Tensor) else 1
 
 
 def module_step(name: str) -> Step:
@@ -82,6 +98,7 @@ class Architecture(ABC):
 
     family: ClassVar[str]  # the name that artifacts carry
     classes: ClassVar[tuple[type[nn.Module], ...]]
+    task: ClassVar[Literal["classification", "detection"]] = "classification"
 
     @abstractmethod
     def check(self, model: nn.Module) -> None:
@@ -125,7 +142,22 @@ def architecture_of(model: nn.Module) -> Architecture:
                 architecture.check(model)
                 return architecture
     known = sorted(f"{cls.__module__.split('.')[0]}'s {cls.__name__}" for a in _REGISTRY for cls in a.classes)
-    raise ModelError(f"cannot quantize a {type(model).__name__}; supported: {', '.join(known)} and subclasses of them")
+    name, part = _first_strange_part(model)
+    where = f" (no adapter knows its module {name!r} of class {type(part).__name__})" if name else ""
+    raise ModelError(
+        f"cannot quantize a {type(model).__name__}{where}; supported: {', '.join(known)} and subclasses of them"
+    )
+
+
+def _first_strange_part(model: nn.Module) -> tuple[str, nn.Module]:
+    """The innermost of the first parts with parameters that is not one of torch's own layers."""
+    name, part = "", model
+    while True:
+        children = ((n, m) for n, m in part.named_children() if any(True for _ in m.parameters()))
+        first = next(children, None)
+        if first is None or type(first[1]).__module__.startswith("torch.nn."):
+            return name, part
+        name, part = f"{name}.{first[0]}".lstrip("."), first[1]
 
 
 def architecture_named(family: str) -> Architecture:
@@ -135,7 +167,7 @@ def architecture_named(family: str) -> Architecture:
     raise ModelError(f"unknown model family {family!r}; this aphq knows {', '.join(a.family for a in _REGISTRY)}")
 
 
-def run_units(model: nn.Module, units: Sequence[Unit], x: Tensor) -> Tensor:
+def run_units(model: nn.Module, units: Sequence[Unit], x: Any) -> Any:
     """`x` through the units and the bridges after them; all units: images to logits."""
     for unit in units:
         x = unit.bridge(model, unit.run(model, x))

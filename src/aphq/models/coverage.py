@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedProduct
+from aphq.quant.layers import QuantizedLayer, QuantizedLinear, QuantizedProduct
 from aphq.quant.quantizer import Quantizer
 
 MULTIPLYING = (
@@ -47,7 +47,7 @@ def _rows(model: nn.Module) -> Iterator[Coverage]:
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
             weights, inputs = module.weight_quantizer, module.input_quantizer
-            kind = "convolution" if isinstance(module, QuantizedConv2d) else "linear"
+            kind = "linear" if isinstance(module, QuantizedLinear) else "convolution"
             yield Coverage(
                 name,
                 kind,

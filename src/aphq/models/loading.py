@@ -1,4 +1,4 @@
-"""Getting the float model: a timm name with hub weights, a local checkpoint, or a module the caller has."""
+"""Getting the float model: a timm name with hub weights, a local checkpoint, a detector, or a module the caller has."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from aphq.errors import ModelError
 from aphq.models.architecture import Architecture
+from aphq.models.detection.config import DETECTORS
 from aphq.typed import nearest
 
 CLASSIFIERS = ("head.weight", "head.fc.weight")  # ViT, Swin: rows are classes
@@ -24,13 +25,18 @@ def load_model(
 ) -> nn.Module:
     """`timm.create_model(name)` with weights from the hub, or from a local .safetensors, .pth, .pt or .bin file.
 
-    The number of classes comes from the local file unless given; other `arguments` go to timm.
+    The number of classes comes from the local file unless given; other `arguments` go to timm. The names of detectors
+    (`aphq.detection.DETECTORS`) always need a local file; `arguments` are then fields of their DetectorConfig.
     """
+    if name in DETECTORS:
+        from aphq.models.detection.checkpoint import load_detector
+
+        return load_detector(name, weights, num_classes, **arguments)
     import timm
 
     base = name.split(".")[0]
     if not timm.is_model(base):
-        raise ModelError(f"timm has no model {name!r}: {nearest(base, timm.list_models())}")
+        raise ModelError(f"timm has no model {name!r}: {nearest(base, [*timm.list_models(), *DETECTORS])}")
     if weights is None:
         return _from_hub(name, num_classes, arguments)
     state = read_checkpoint(Path(weights))

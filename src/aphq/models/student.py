@@ -5,15 +5,29 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
 from aphq.errors import RecipeError
 from aphq.models.architecture import Architecture, Unit, replace_module
-from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedLinear, QuantizedProduct, quantized_sites
+from aphq.quant.layers import (
+    QuantizedConv2d,
+    QuantizedConvTranspose2d,
+    QuantizedLayer,
+    QuantizedLinear,
+    QuantizedProduct,
+    quantized_sites,
+)
 from aphq.quant.quantizer import Quantizer
 from aphq.recipe import Recipe
 from aphq.typed import nearest
+
+LAYERS: dict[type, Any] = {
+    nn.Linear: QuantizedLinear,
+    nn.Conv2d: QuantizedConv2d,
+    nn.ConvTranspose2d: QuantizedConvTranspose2d,
+}
 
 
 def make_student(model: nn.Module, architecture: Architecture, units: Sequence[Unit], recipe: Recipe) -> nn.Module:
@@ -26,7 +40,7 @@ def make_student(model: nn.Module, architecture: Architecture, units: Sequence[U
     image_modules = next((unit.modules for unit in units if unit.kind == "patch_embed"), ())
     for name, module in list(student.named_modules()):
         sees_image = any(name.startswith(f"{prefix}.") for prefix in image_modules)
-        if type(module) in (nn.Linear, nn.Conv2d):
+        if type(module) in LAYERS:
             replace_module(student, name, _quantized_layer(module, name, recipe, sees_image))
         elif isinstance(module, QuantizedProduct):
             _, bits = recipe.bits_for(name)
@@ -38,15 +52,15 @@ def make_student(model: nn.Module, architecture: Architecture, units: Sequence[U
     return student.requires_grad_(False).eval()
 
 
-def _quantized_layer(module: nn.Linear | nn.Conv2d, name: str, recipe: Recipe, sees_image: bool) -> QuantizedLayer:
+def _quantized_layer(module: Any, name: str, recipe: Recipe, sees_image: bool) -> QuantizedLayer:
     weight_bits, input_bits = recipe.bits_for(name, sees_image=sees_image)
-    per_channel = (module.weight.shape[0],) + (1,) * (module.weight.ndim - 1)
-    shape = per_channel if recipe.weights.granularity == "channel" else (1,) * module.weight.ndim
-    weights = None if weight_bits is None else Quantizer(weight_bits, recipe.weights.symmetric, shape)
+    layer = LAYERS[type(module)]
+    shape = [1] * module.weight.ndim
+    if recipe.weights.granularity == "channel":
+        shape[layer.out_dim] = module.weight.shape[layer.out_dim]
+    weights = None if weight_bits is None else Quantizer(weight_bits, recipe.weights.symmetric, tuple(shape))
     inputs = None if input_bits is None else Quantizer(input_bits, recipe.activations.symmetric, (1,))
-    if isinstance(module, nn.Linear):
-        return QuantizedLinear(module, weights, inputs)
-    return QuantizedConv2d(module, weights, inputs)
+    return layer(module, weights, inputs)
 
 
 def _check_patterns(student: nn.Module, recipe: Recipe) -> None:

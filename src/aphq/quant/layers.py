@@ -1,11 +1,13 @@
-"""The three things a transformer multiplies with, able to run in float or through integers.
+"""The things a transformer or a detector multiplies with, able to run in float or through integers.
 
-`QuantizedLinear` and `QuantizedConv2d` replace torch's layers under the same name and parameter names;
-`QuantizedProduct` is an attention product (q k^T or softmax v). A quantizer that is None means float by choice.
+`QuantizedLinear`, `QuantizedConv2d` and `QuantizedConvTranspose2d` replace torch's layers under the same name and
+parameter names; `QuantizedProduct` is an attention product (q k^T or softmax v). A quantizer that is None means float
+by choice.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -23,7 +25,14 @@ class QuantizedLayer(nn.Module):
 
     rounding: LearnedRounding | StraightThrough | None  # while the weight is being learned
 
-    def __init__(self, source: nn.Linear | nn.Conv2d, weights: Quantizer | None, inputs: Quantizer | None) -> None:
+    out_dim = 0  # the dimension of the weight that counts output channels
+
+    def __init__(
+        self,
+        source: nn.Linear | nn.Conv2d | nn.ConvTranspose2d,
+        weights: Quantizer | None,
+        inputs: Quantizer | None,
+    ) -> None:
         super().__init__()
         self.weight = source.weight
         self.bias = source.bias
@@ -52,9 +61,22 @@ class QuantizedLayer(nn.Module):
             self.bias = nn.Parameter(torch.zeros_like(shift), requires_grad=False)
         self.bias.data = self.bias.data + shift
 
-    def as_matrix(self, x: Tensor) -> Tensor:
-        """The layer's input as rows [..., in], such that output = rows @ weight.flatten(1)^T + bias."""
+    def weight_rows(self) -> Tensor:
+        """The weight as [out, in], or [out, taps, in] where a row of the input makes several outputs per channel."""
+        return self.weight.flatten(1)
+
+    def channels_last(self, x: Tensor) -> Tensor:
+        """The layer's input as [..., channels]."""
         raise NotImplementedError
+
+    def row_count(self, x: Tensor) -> int:
+        """How many rows the layer's input has, each of which is multiplied with the whole of `weight_rows`."""
+        return self.channels_last(x).flatten(0, -2).shape[0]
+
+    def rows_at(self, x: Tensor, picked: Tensor) -> Tensor:
+        """Some of those rows, [picked, in]: output = rows @ weight_rows^T + bias."""
+        channels = self.channels_last(x)
+        return channels.reshape(-1, channels.shape[-1]).index_select(0, picked)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         raise NotImplementedError
@@ -68,7 +90,7 @@ class QuantizedLayer(nn.Module):
 class QuantizedLinear(QuantizedLayer):
     """[..., in] -> [..., out]"""
 
-    def as_matrix(self, x: Tensor) -> Tensor:
+    def channels_last(self, x: Tensor) -> Tensor:
         return x
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -87,11 +109,38 @@ class QuantizedConv2d(QuantizedLayer):
         self.kernel_size, self.stride = source.kernel_size, source.stride
         self.padding, self.dilation, self.groups = source.padding, source.dilation, source.groups
 
-    def as_matrix(self, x: Tensor) -> Tensor:
+    def channels_last(self, x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1)
+
+    def row_count(self, x: Tensor) -> int:
+        return x.shape[0] * math.prod(self._positions(x))
+
+    def rows_at(self, x: Tensor, picked: Tensor) -> Tensor:
+        """The patches under the kernel, [picked, in * kernel]; only those are gathered, for there are many."""
         if self.groups != 1 or isinstance(self.padding, str):
             raise NotImplementedError("grouped convolutions and named padding have no single matrix")
-        columns = F.unfold(x, self.kernel_size, self.dilation, self.padding, self.stride)
-        return columns.transpose(1, 2)  # [batch, positions, in * kernel]
+        rows, columns = self._positions(x)
+        x = F.pad(x, (self.padding[1], self.padding[1], self.padding[0], self.padding[0]))
+        taps = [
+            start[:, None] * stride + torch.arange(size, device=x.device) * spread  # [picked, kernel size]
+            for start, stride, size, spread in zip(
+                (picked // columns % rows, picked % columns), self.stride, self.kernel_size, self.dilation, strict=True
+            )
+        ]
+        image = picked // (rows * columns)
+        patches = x.permute(0, 2, 3, 1)[image[:, None, None], taps[0][:, :, None], taps[1][:, None, :]]
+        return patches.permute(0, 3, 1, 2).flatten(1)  # from [picked, height, width, in]
+
+    def _positions(self, x: Tensor) -> tuple[int, int]:
+        """Rows and columns of the output."""
+        padding = (0, 0) if isinstance(self.padding, str) else self.padding
+        rows, columns = (
+            (side + 2 * pad - spread * (size - 1) - 1) // stride + 1
+            for side, pad, spread, size, stride in zip(
+                x.shape[2:], padding, self.dilation, self.kernel_size, self.stride, strict=True
+            )
+        )
+        return rows, columns
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.rounding is not None and self._tiles(x):
@@ -110,6 +159,29 @@ class QuantizedConv2d(QuantizedLayer):
         tiles = x.unflatten(3, (-1, width)).unflatten(2, (-1, height))  # [batch, in, rows, height, columns, width]
         patches = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3)  # [batch, rows, columns, in * height * width]
         return F.linear(patches, weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+class QuantizedConvTranspose2d(QuantizedLayer):
+    """[batch, in, height, width] -> [batch, out, height', width'], each pixel to a patch of its own."""
+
+    out_dim = 1
+
+    def __init__(self, source: nn.ConvTranspose2d, weights: Quantizer | None, inputs: Quantizer | None) -> None:
+        super().__init__(source, weights, inputs)
+        self.stride, self.dilation, self.groups = source.stride, source.dilation, source.groups
+        self.padding: tuple[int, ...] = tuple(int(side) for side in source.padding)  # never a word here
+        self.output_padding = source.output_padding
+
+    def weight_rows(self) -> Tensor:
+        return self.weight.flatten(2).permute(1, 2, 0).contiguous()  # [out, taps, in] from [in, out, height, width]
+
+    def channels_last(self, x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1)
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.conv_transpose2d(
+            x, weight, self.bias, self.stride, self.padding, self.output_padding, self.groups, self.dilation
+        )
 
 
 class QuantizedProduct(nn.Module):

@@ -42,7 +42,8 @@ class LearnedRounding(nn.Module):
     def soften(self, beta: Tensor) -> Tensor:
         """Set the soft weight of this step, and return its penalty sum(1 - |2h - 1|^beta), zero when every weight has
         decided, as a vector of partial sums."""
-        if kernels.usable(self.alpha):
+        by_rows = self.quantizer.scale.numel() in (1, len(self.alpha))  # what the kernel knows
+        if kernels.usable(self.alpha) and by_rows:
             from aphq.kernels.rounding import soft_weight
 
             affine = (self.quantizer.scale.data, self.quantizer.zero_point, top_code(self.quantizer.bits))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from aphq import kernels
 from aphq.engine.store import Activations, Rows
+from aphq.models.architecture import State
 from aphq.quant.drop import Drop
 from aphq.stages.importance import ImportanceMap
 
+SMALLEST = 1e-12  # of a mean square to divide by
 
-def mixed_rows(teacher: Rows, student: Rows, index: Tensor, drop: Drop) -> Tensor:
+
+def mixed_rows(teacher: Rows, student: Rows, index: Tensor, drop: Drop) -> Any:
     """Inputs of a batch: each element the student's with the probability of `drop`, the teacher's otherwise."""
     if student is teacher:
         return teacher[index]
@@ -20,8 +25,10 @@ def mixed_rows(teacher: Rows, student: Rows, index: Tensor, drop: Drop) -> Tenso
         from aphq.kernels.rows import mixed_rows as fused
 
         return fused(there, here, index, drop)
-    rows = teacher[index]
-    return torch.where(drop.kept(rows), student[index], rows)
+    rows, others = teacher[index], student[index]
+    if isinstance(rows, Tensor):
+        return torch.where(drop.kept(rows), others, rows)
+    return {name: torch.where(drop.kept(x), others[name], x) for name, x in rows.items()}
 
 
 def weighted_error(out: Tensor, targets: Rows, index: Tensor, importance: ImportanceMap, row_factors: Tensor) -> Tensor:
@@ -33,6 +40,16 @@ def weighted_error(out: Tensor, targets: Rows, index: Tensor, importance: Import
         return fused(out, target, index, importance.shared, each, row_factors)
     error = importance.weigh((out - targets[index]).square(), index)
     return error.flatten(1).sum(1) @ row_factors
+
+
+def map_error(outputs: State, targets: Any) -> Tensor:
+    """The mean over several maps of their mean squared error relative to the target's mean square: maps that differ in
+    size and magnitude count alike."""
+    errors = [
+        (outputs[name] - target).square().mean() / target.square().mean().clamp_min(SMALLEST)
+        for name, target in targets.items()
+    ]
+    return torch.stack(errors).mean()
 
 
 def recordable(*rows: Rows | None) -> bool:

@@ -15,16 +15,17 @@ from torch import Tensor
 
 from aphq import recipe as settings
 from aphq.engine.loop import Curve, Group, Loop, LossOf, Now, constant, cosine, draw_samples
+from aphq.engine.ragged import StateRows
 from aphq.engine.seeds import generator_for, seed_for, seeded
 from aphq.engine.workspace import Visit, Workspace
+from aphq.models.architecture import State, Unit, made
 from aphq.models.student import enable
 from aphq.quant.rounding import LearnedRounding
-from aphq.stages.batches import mixed_rows, recordable, weighted_error
-from aphq.stages.distillation import distillation_loss
+from aphq.stages.batches import map_error, mixed_rows, recordable, weighted_error
 from aphq.stages.importance import ImportanceMap, Importances
 from aphq.stages.learnable import Learnable, unit_modules
 
-ErrorOf = Callable[[Tensor, Tensor], Tensor]  # (outputs, their indices) -> scalar
+ErrorOf = Callable[[Any, Tensor], Tensor]  # (outputs, their indices) -> scalar
 
 
 def reconstruct_blocks(work: Workspace, config: settings.BlockReconstruction) -> None:
@@ -97,12 +98,28 @@ def _reconstruct(
 
 def _error(work: Workspace, importance: ImportanceMap, visit: Visit, batch: int) -> ErrorOf:
     """The reconstruction error of `batch` outputs."""
-    if visit.unit.kind == "head":  # a mean over my rows; the processes' losses add up to one over all
-        return lambda out, index: distillation_loss(out, visit.teacher_out[index]) * (len(index) / batch)
+    unit, loss = visit.unit, work.distillation.loss
+    if unit.kind == "head":  # a mean over my rows; the processes' losses add up to one over all
+        return lambda out, index: loss(made(unit, out), made(unit, visit.teacher_out[index])) * (len(index) / batch)
+    if isinstance(visit.teacher_out, StateRows):
+        return _state_error(importance, unit, visit.teacher_out)
     elements = visit.teacher_out[slice(0, 1)].numel()
     mine = batch // work.ranks.count
     factors = torch.full((mine,), 1 / (batch * elements), device=work.device)  # the mean over everything
     return lambda out, index: weighted_error(out, visit.teacher_out, index, importance, factors)
+
+
+def _state_error(importance: ImportanceMap, unit: Unit, targets: StateRows) -> ErrorOf:
+    """Of one image: the weighted mean of its one map, or that of several maps."""
+    if len(unit.makes) > 1:
+        return lambda out, index: map_error(out, made(unit, targets[index]))
+    rows = targets.fields[unit.makes[0]]
+
+    def error(out: State, index: Tensor) -> Tensor:
+        x = out[unit.makes[0]]
+        return weighted_error(x, rows, index, importance, x.new_full((1,), 1 / x.numel()))
+
+    return error
 
 
 def _loop(

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from aphq import recipe as settings
 from aphq.engine.hooks import change_outputs
+from aphq.engine.ragged import RaggedRows
 from aphq.engine.seeds import generator_for
-from aphq.engine.store import Activations
+from aphq.engine.store import Activations, Rows
 from aphq.engine.workspace import Visit, Workspace
-from aphq.models.architecture import Unit, run_units
-from aphq.stages.distillation import distillation_loss
+from aphq.models.architecture import Unit, Value, rows_of, run_units
+from aphq.stages.fisher_of_scenes import fisher_of_scenes
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class ImportanceMap:
     """Weights of a squared error: none (mse), shared by all samples, or one set per sample."""
 
     shared: Tensor | None = None  # [1, ...]
-    each: Activations | None = None  # [samples, ...]
+    each: Rows | None = None  # [samples, ...]
 
     def weigh(self, squared_error: Tensor, index: Tensor) -> Tensor:
         if self.shared is not None:
@@ -50,21 +51,26 @@ class Importances:
 
     def __init__(self, work: Workspace, config: settings.Importance) -> None:
         self.work, self.config = work, config
-        self.fisher = fisher_diagonals(work, config) if config.kind == "fisher" else {}
+        fisher = config.kind == "fisher"
+        self.fisher = fisher_diagonals(work, config) if fisher and not work.images.ragged else {}
+        self.of_scenes = fisher_of_scenes(work, config) if fisher and work.images.ragged else {}
 
     def at(self, site: str, visit: Visit) -> ImportanceMap:
         """The map for the output of module `site`, which lies in the unit of this visit."""
         kind = self.config.kind
-        if kind == "mse":
+        if kind == "mse" or visit.unit.kind == "neck":  # several maps of different meaning have no common importance
             return ImportanceMap()
+        if self.of_scenes:
+            return ImportanceMap(each=self.of_scenes[site])
         if kind == "fisher":
             diagonal = self.fisher[site].to(self.work.device)
             powered = (diagonal / diagonal.max().clamp_min(1e-30)).pow(self.config.power)
             return ImportanceMap(shared=normalised(powered, site))
-        if kind == "aph":
+        if kind == "aph" and not self.work.images.ragged:  # images of different sizes have no mean: each has its own
             return ImportanceMap(shared=normalised(self._mean_over_samples(site, visit), site))
         each = self._for_each_sample(site, visit)
-        each.data.copy_(normalised(each.data, site))
+        for item in each.items if isinstance(each, RaggedRows) else [each]:
+            item.data.copy_(normalised(item.data, site))
         return ImportanceMap(each=each)
 
     # -- perturbation Hessian and squared gradient: per site, from the unit's cached input -----------------------------
@@ -91,11 +97,11 @@ class Importances:
         target = self.work.teacher_logits[rows]
         with torch.enable_grad(), change_outputs({site: model.get_submodule(site)}, change):
             logits = self._suffix(visit.unit, visit.unit.run(model, source[rows]))
-            loss = distillation_loss(logits, target, self.config.temperature)
+            loss = self.work.distillation.loss(logits, target, self.config.temperature)
             # the loss is a mean over the batch: undone, so that an image counts the same in a short last batch
-            return torch.autograd.grad(loss, leaf[0])[0].mul_(len(target))
+            return torch.autograd.grad(loss, leaf[0])[0].mul_(rows_of(target))
 
-    def _suffix(self, unit: Unit, output: Tensor) -> Tensor:
+    def _suffix(self, unit: Unit, output: Value) -> Value:
         """A unit's output to the logits, through the float teacher."""
         rest = self.work.units[self.work.units.index(unit) + 1 :]
         return run_units(self.work.teacher, rest, unit.bridge(self.work.teacher, output))
@@ -111,7 +117,12 @@ class Importances:
             total = torch.zeros_like(self._sample_map(site, visit, slice(0, 1)))
         return self.work.ranks.add([total])[0] / count
 
-    def _for_each_sample(self, site: str, visit: Visit) -> Activations:
+    def _for_each_sample(self, site: str, visit: Visit) -> Activations | RaggedRows:
+        if self.work.images.ragged:
+            rows = RaggedRows(self.work.store)
+            for number in range(len(visit.teacher_in)):
+                rows.append(self._sample_map(site, visit, slice(number, number + 1)))
+            return rows
         kept: Activations | None = None
         count, batch = len(visit.teacher_in), self.work.pass_batch
         for start in range(0, count, batch):
@@ -154,7 +165,7 @@ def fisher_diagonals(work: Workspace, config: settings.Importance) -> dict[str, 
             logits = work.teacher(images[slice(start, start + work.batch)])
         classes = logits.shape[1]
         for probe in range(config.probes):
-            direction = fisher_probe(logits.detach() / config.temperature, generator)
+            direction = work.distillation.probe(logits.detach(), config.temperature, generator)
             wanted = [outputs[site] for site in sites]
             grads = torch.autograd.grad(logits, wanted, direction, retain_graph=probe + 1 < config.probes)
             for site, grad in zip(sites, grads, strict=True):
@@ -166,13 +177,6 @@ def fisher_diagonals(work: Workspace, config: settings.Importance) -> dict[str, 
     work.folder.save("importance", kept, diagonals)
     work.shared[kept] = diagonals
     return diagonals
-
-
-def fisher_probe(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Random vectors [batch, classes] with covariance diag(p) - p p^T, the Fisher matrix of softmax(logits)."""
-    p = logits.softmax(dim=-1)
-    z = torch.randn(logits.shape, generator=generator).to(logits) * p.sqrt()
-    return z - p * z.sum(dim=-1, keepdim=True)
 
 
 def normalised(values: Tensor, site: str) -> Tensor:

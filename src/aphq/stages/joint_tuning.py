@@ -7,6 +7,8 @@ logits plus the mean relative error of the units' outputs, which tells early uni
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -15,10 +17,10 @@ from aphq.engine.loop import Group, Loop, Now, by_magnitude, cosine, draw_sample
 from aphq.engine.seeds import generator_for, seed_for, seeded
 from aphq.engine.store import Activations, Rows
 from aphq.engine.workspace import Workspace
+from aphq.models.architecture import made
 from aphq.models.student import enable
 from aphq.quant.straight_through import StraightThrough
 from aphq.stages.batches import recordable
-from aphq.stages.distillation import distillation_loss
 from aphq.stages.learnable import Learnable
 
 
@@ -45,7 +47,7 @@ def tune_jointly(work: Workspace, config: settings.JointTuning) -> None:
 def _loop(work: Workspace, config: settings.JointTuning, learned: Learnable) -> Loop:
     steps = config.steps
     images: Rows = work.image_rows() if not config.views.every else work.views(config.views, config.NAME, "0")
-    held = _held(work, images)
+    held: Any = images if work.images.ragged else _held(work, images)
     samples = draw_samples(len(held), config.batch, steps, generator_for(work.recipe.seed, config.NAME))
     share = 1 / samples.shape[1]
 
@@ -55,7 +57,7 @@ def _loop(work: Workspace, config: settings.JointTuning, learned: Learnable) -> 
             expected = outputs(work, work.teacher, x)
         got = outputs(work, work.student, x)
         errors = [relative_error(a, b) for a, b in zip(got[:-1], expected[:-1], strict=True)]
-        loss = config.logit_weight * distillation_loss(got[-1], expected[-1], config.temperature)
+        loss = config.logit_weight * work.distillation.loss(got[-1], expected[-1], config.temperature)
         loss = loss + config.feature_weight * torch.stack(errors).mean()
         return loss * (len(index) * share)  # a mean over my rows; the processes' losses add up to one over all
 
@@ -96,17 +98,19 @@ def _held(work: Workspace, images: Rows) -> Activations:
     return held
 
 
-def outputs(work: Workspace, model: nn.Module, x: Tensor) -> list[Tensor]:
+def outputs(work: Workspace, model: nn.Module, x: Any) -> list[Any]:
     """What each unit gives; the last are the logits."""
     found = []
     for unit in work.units:
         x = unit.run(model, x)
-        found.append(x)
+        found.append(made(unit, x))
         x = unit.bridge(model, x)
     found[-1] = x
     return found
 
 
-def relative_error(got: Tensor, expected: Tensor) -> Tensor:
-    """The squared error, relative to how much the expected output varies."""
+def relative_error(got: Any, expected: Any) -> Tensor:
+    """The squared error, relative to how much the expected output varies; of several tensors the mean."""
+    if not isinstance(expected, Tensor):
+        return torch.stack([relative_error(got[name], x) for name, x in expected.items()]).mean()
     return (got - expected).square().mean() / expected.var().clamp_min(1e-12)

@@ -62,10 +62,10 @@ def reparameterise(
         shift = torch.zeros_like(shift)
 
     norm.weight.data = norm.weight.data / ratio
-    layer.weight.data = layer.weight.data * ratio
+    layer.weight.data = layer.weight.data * ratio.view(-1, *(1,) * (layer.weight.ndim - 2))  # or a 1 x 1 convolution
     if shift.any():
         norm.bias.data = norm.bias.data / ratio - shift
-        layer.add_to_bias(layer.weight.data @ shift)
+        layer.add_to_bias(layer.weight.data.flatten(1) @ shift)
     elif getattr(norm, "bias", None) is not None:
         norm.bias.data = norm.bias.data / ratio
 

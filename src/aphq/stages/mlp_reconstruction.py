@@ -18,6 +18,7 @@ from aphq import kernels
 from aphq import recipe as settings
 from aphq.engine.hooks import change_outputs, watch_inputs
 from aphq.engine.loop import Group, Loop, Now, cosine, draw_samples, run_together
+from aphq.engine.ragged import RaggedRows
 from aphq.engine.seeds import generator_for
 from aphq.engine.store import Activations, Rows
 from aphq.engine.workspace import Visit, Workspace
@@ -27,6 +28,7 @@ from aphq.stages.batches import recordable, weighted_error
 from aphq.stages.importance import Importances
 from aphq.stages.percentile import positive_percentile
 
+CachedRows = Activations | RaggedRows
 HIDDEN_TENSORS = 7  # as large as the hidden activations that a step holds: plain and clamped, and gradients
 MOST_TOGETHER = 6  # MLPs trained side by side on a GPU; a checkpoint comes after each lot
 
@@ -64,8 +66,8 @@ class Job:
 
     unit: Unit
     loop: Loop
-    inputs: Activations
-    targets: Activations
+    inputs: CachedRows
+    targets: CachedRows
     bound: float
     bytes: int  # of cached activations
     working_bytes: int  # of a step
@@ -110,7 +112,7 @@ def _prepare(
     samples = draw_samples(
         len(inputs), config.batch, config.steps, generator_for(work.recipe.seed, config.NAME, unit.name)
     )
-    batch, channels = samples.shape[1], targets.data.shape[-1]
+    batch, channels = samples.shape[1], len(mlp.fc2.weight)
     # the sum over the tokens, the mean over images and channels, of the plain output and of the clamped one
     both = torch.tensor([1.0, config.alpha], device=work.device) * (config.loss_scale / (batch * channels))
     factors = both.repeat_interleave(batch // work.ranks.count)
@@ -128,8 +130,8 @@ def _prepare(
         capture=work.ranks.agree_that(recordable(inputs, targets, importance.each)),
         ranks=work.ranks,
     )
-    cached = inputs.nbytes + targets.nbytes + (importance.each.nbytes if importance.each else 0)
-    hidden = batch * inputs.data[0].numel() // inputs.data.shape[-1] * len(mlp.fc1.weight)
+    cached = sum(getattr(rows, "nbytes", 0) for rows in (inputs, targets, importance.each))
+    hidden = batch * inputs[slice(0, 1)].numel() // mlp.fc1.weight.shape[1] * len(mlp.fc1.weight)
     return Job(unit, loop, inputs, targets, bound, cached, 4 * HIDDEN_TENSORS * hidden)
 
 
@@ -154,11 +156,14 @@ def relu_and_clamped(x: Tensor, bound: float) -> Tensor:
 
 
 @torch.no_grad()
-def _teacher_pairs(work: Workspace, unit: Unit, rows: Rows) -> tuple[Activations, Activations]:
+def _teacher_pairs(work: Workspace, unit: Unit, rows: Rows) -> tuple[CachedRows, CachedRows]:
     """What the teacher's MLP got and gave, for every image."""
-    kept: dict[str, Activations] = {}
+    kept: dict[str, Any] = {side: RaggedRows(work.store) for side in ("input", "output")} if work.images.ragged else {}
 
     def keep(mlp: str, side: str, start: int, x: Tensor) -> None:
+        if work.images.ragged:
+            kept[side].append(x)
+            return
         if side not in kept:
             kept[side] = work.store.allocate((len(rows), *x.shape[1:]))
         kept[side].data[start : start + len(x)].copy_(x)
@@ -170,7 +175,9 @@ def _teacher_pairs(work: Workspace, unit: Unit, rows: Rows) -> tuple[Activations
 @torch.no_grad()
 def _refresh(work: Workspace, jobs: list[Job], images: Rows) -> None:
     """The same for several MLPs and other images, in place."""
-    rows = {(_mlp(job.unit), side): at for job in jobs for side, at in (("input", job.inputs), ("output", job.targets))}
+    rows: dict[tuple[str, str], Any] = {
+        (_mlp(job.unit), side): at for job in jobs for side, at in (("input", job.inputs), ("output", job.targets))
+    }
 
     def replace(mlp: str, side: str, start: int, x: Tensor) -> None:
         rows[mlp, side].data[start : start + len(x)].copy_(x)
@@ -200,7 +207,7 @@ def _watch(
 
 
 @torch.no_grad()
-def _hidden(work: Workspace, name: str, inputs: Activations) -> Iterator[Tensor]:
+def _hidden(work: Workspace, name: str, inputs: CachedRows) -> Iterator[Tensor]:
     """The teacher's post-GELU activations, batch by batch."""
     mlp: Any = work.teacher.get_submodule(name)
     for start in range(0, len(inputs), work.pass_batch):

@@ -23,10 +23,9 @@ from aphq import recipe as settings
 from aphq.engine.hooks import watch_inputs
 from aphq.engine.store import Rows
 from aphq.engine.workspace import Workspace
-from aphq.models.architecture import Unit, run_units
+from aphq.models.architecture import Unit, Value, run_units
 from aphq.quant.layers import QuantizedLayer
 from aphq.quant.search import FEWEST_OF_RANGE, Range, group_quantile
-from aphq.stages.distillation import distillation_loss
 from aphq.stages.samples import Sample
 
 log = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ SILENT = -3.0  # GELU of anything below is nearly 0
 
 @torch.no_grad()
 def shrink_outliers(
-    work: Workspace, unit: Unit, rows: Rows, config: settings.ScaleSearch, judge: Callable[[Tensor], float]
+    work: Workspace, unit: Unit, rows: Rows, config: settings.ScaleSearch, judge: Callable[[list[Value]], float]
 ) -> bool:
     """Shrink the massive hidden channels of the unit's MLP in place by the factor that costs least, as `judge` tells
     from the logits before; whether there were any.
@@ -98,11 +97,16 @@ def _wanted(config: settings.ScaleSearch) -> bool:
     return config.outlier_candidates > 0 and config.method == "output_mse"
 
 
-def logits_from(work: Workspace, unit: Unit, rows: Rows, config: settings.ScaleSearch) -> Tensor:
-    """The student's prediction for the first images, from the unit's input on."""
-    rest = work.units[work.units.index(unit) + 1 :]
-    out = unit.run(work.student, rows[slice(0, config.outlier_images)])
-    return run_units(work.student, rest, unit.bridge(work.student, out))
+def logits_from(work: Workspace, unit: Unit, rows: Rows, config: settings.ScaleSearch) -> list[Value]:
+    """The student's prediction for the first images, from the unit's input on, pass by pass."""
+    rest = work.units[work.units.index(unit) :]
+    return [run_units(work.student, rest, x) for x in work.passes(rows, config.outlier_images)]
+
+
+def lost(work: Workspace, predictions: list[Value], targets: list[Value]) -> float:
+    """The mean distillation loss of predictions that were made in equal passes."""
+    losses = [work.distillation.loss(x, target) for x, target in zip(predictions, targets, strict=True)]
+    return float(torch.stack(losses).mean())
 
 
 def has_outliers(sample: Sample, config: settings.ScaleSearch) -> bool:
@@ -121,7 +125,7 @@ def outlier_range(
     rows: Rows,
     layer: QuantizedLayer,
     sample: Sample,
-    target: Tensor,
+    target: list[Value],
     config: settings.ScaleSearch,
 ) -> tuple[Range, float] | None:
     """The input range of a layer inside `unit` that keeps the prediction best, its weight as it is, and what it loses;
@@ -138,7 +142,7 @@ def outlier_range(
         candidate = Range(torch.maximum(full.lower, -limit), torch.minimum(full.upper, limit))
         quantizer.set_range(candidate.lower, candidate.upper)
         quantizer.enabled = True
-        tried.append((float(distillation_loss(logits_from(work, unit, rows, config), target)), candidate))
+        tried.append((lost(work, logits_from(work, unit, rows, config), target), candidate))
         quantizer.enabled = False
     loss, best = min(tried, key=lambda pair: pair[0])
     log.info("%s: outliers up to %.3g clipped at %.3g (KL %.4f)", unit.name, widest.max(), best.upper.max(), loss)

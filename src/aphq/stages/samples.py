@@ -11,7 +11,7 @@ from aphq.engine.hooks import watch_inputs
 from aphq.engine.seeds import generator_for
 from aphq.engine.store import Rows
 from aphq.engine.workspace import Workspace
-from aphq.models.architecture import Unit
+from aphq.models.architecture import Unit, rows_of
 from aphq.quant.layers import QuantizedLayer, QuantizedProduct
 from aphq.quant.search import Range, reduce_to
 
@@ -25,11 +25,12 @@ class Sample:
     lower: Tensor | None = None
     upper: Tensor | None = None
 
-    def add(self, x: Tensor, picked: Tensor) -> None:
+    def add(self, x: Tensor, rows: Tensor) -> None:
+        """Everything that was seen, and the rows drawn from it."""
         lower, upper = reduce_to(x, self.groups, torch.amin), reduce_to(x, self.groups, torch.amax)
         self.lower = lower if self.lower is None else torch.minimum(self.lower, lower)
         self.upper = upper if self.upper is None else torch.maximum(self.upper, upper)
-        self.parts.append(x.index_select(0, picked))
+        self.parts.append(rows)
 
     @property
     def values(self) -> Tensor:
@@ -65,21 +66,23 @@ def sample_inputs(
     def see(name: str, inputs: tuple[Tensor, ...]) -> None:
         site = sites[name]
         if isinstance(site, QuantizedLayer):
-            matrix = site.as_matrix(inputs[0])
-            tensors: tuple[Tensor, ...] = (matrix.reshape(-1, matrix.shape[-1]),)
-            wanted = share * batch_size
+            picked = pick(site.row_count(inputs[0]), share * batch_size, inputs[0].device)
+            seen: tuple[Tensor, ...] = (site.channels_last(inputs[0]),)
+            drawn: tuple[Tensor, ...] = (site.rows_at(inputs[0], picked),)
         else:
-            tensors = inputs[:2]
-            wanted = share * batch_size / tensors[0].shape[-2]
-        count = min(len(tensors[0]), max(1, round(wanted)))
-        picked = torch.randperm(len(tensors[0]), generator=generator)[:count].to(tensors[0].device)
-        kept = samples.setdefault(name, tuple(Sample(groups[name]) for _ in tensors))
-        for sample, x in zip(kept, tensors, strict=True):
-            sample.add(x, picked)
+            seen = inputs[:2]
+            picked = pick(len(seen[0]), share * batch_size / seen[0].shape[-2], seen[0].device)
+            drawn = tuple(x.index_select(0, picked) for x in seen)
+        kept = samples.setdefault(name, tuple(Sample(groups[name]) for _ in seen))
+        for sample, x, rows in zip(kept, seen, drawn, strict=True):
+            sample.add(x, rows)
+
+    def pick(count: int, wanted: float, device: torch.device) -> Tensor:
+        return torch.randperm(count, generator=generator)[: max(1, round(wanted))].to(device)
 
     with watch_inputs(sites, see):
         for start in range(0, len(rows), work.batch):
             x = rows[slice(start, start + work.batch)]
-            batch_size = len(x)
+            batch_size = rows_of(x)
             unit.run(work.student, x)
     return samples

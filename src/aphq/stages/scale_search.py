@@ -16,7 +16,7 @@ from aphq import recipe as settings
 from aphq.engine.loop import matmul_precision
 from aphq.engine.store import Rows
 from aphq.engine.workspace import Workspace
-from aphq.models.architecture import Unit
+from aphq.models.architecture import Unit, Value
 from aphq.quant.affine import fake_quantize
 from aphq.quant.layers import QuantizedLayer, QuantizedProduct, quantized_sites
 from aphq.quant.quantizer import Quantizer
@@ -58,7 +58,7 @@ def _shrink_outliers(work: Workspace, unit: Unit, rows: Rows, config: settings.S
     """The names of layers whose inputs had massive outliers that could be shrunk."""
     name = f"{unit.mlp}.fc2"
 
-    def judge(target: Tensor) -> float:
+    def judge(target: list[Value]) -> float:
         layer: Any = work.student.get_submodule(name)
         sample = _sample(work, unit, rows, {name: layer}, config)[name][0]
         return _search_outlying(work, unit, rows, layer, sample, config, target)
@@ -74,7 +74,7 @@ def _search_outlying(
     layer: QuantizedLayer,
     sample: Sample,
     config: settings.ScaleSearch,
-    target: Tensor | None = None,
+    target: list[Value] | None = None,
 ) -> float:
     """A layer whose input has massive outliers: the weight by itself, because fitted to an input that clips outliers it
     would try to make up for them; then the input's range by the loss at the logits, which is returned."""
@@ -158,9 +158,10 @@ def search_layer(layer: QuantizedLayer, sample: Sample, config: settings.ScaleSe
 
 
 def _weight_operand(layer: QuantizedLayer, config: settings.ScaleSearch) -> Operand:
-    matrix = layer.weight.flatten(1)
+    matrix = layer.weight_rows()
     per_channel = layer.weight_quantizer is not None and layer.weight_quantizer.scale.numel() > 1
-    return Operand(matrix, layer.weight_quantizer, config, (matrix.shape[0], 1) if per_channel else (1, 1))
+    channels = matrix.shape[0] if per_channel else 1
+    return Operand(matrix, layer.weight_quantizer, config, (channels, *(1,) * (matrix.ndim - 1)))
 
 
 @torch.no_grad()
@@ -173,6 +174,11 @@ def search_product(product: QuantizedProduct, samples: tuple[Sample, ...], confi
     _alternate(left, right, config)
 
 
+def as_columns(rows: Tensor) -> Tensor:
+    """[..., rows, inner] -> [..., inner, rows]; a transposed convolution's [out, taps, inner] is one matrix."""
+    return rows.flatten(0, 1).T if rows.ndim == 3 else rows.transpose(-1, -2)
+
+
 def _alternate(a: Operand, b: Operand, config: settings.ScaleSearch) -> None:
     """Both operands as rows over the inner dimension: their product is a @ b^T."""
     a.start()
@@ -180,7 +186,7 @@ def _alternate(a: Operand, b: Operand, config: settings.ScaleSearch) -> None:
     if config.method == "output_mse":
         with matmul_precision("high"):  # errors of errors: their last digits do not choose a range
             for _ in range(config.rounds):
-                a.improve(b.values.transpose(-1, -2), b.quantized().transpose(-1, -2))
-                b.improve(a.values.transpose(-1, -2), a.quantized().transpose(-1, -2))
+                a.improve(as_columns(b.values), as_columns(b.quantized()))
+                b.improve(as_columns(a.values), as_columns(a.quantized()))
     a.commit()
     b.commit()

@@ -1,0 +1,82 @@
+"""Classifiers: images of one size in batches, logits, top-1 and top-5."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aphq.data import CalibrationSet, Labelled, Preprocessing, as_labelled, load_calibration
+from aphq.evaluation import classification
+from aphq.evaluation.classification import Accuracy
+from aphq.models.architecture import Unit, check_units
+from aphq.models.distillation import LOGITS
+from aphq.recipe import Recipe
+from aphq.tasks.task import Measured, Task
+
+
+class Classification(Task):
+    distillation = LOGITS
+
+    def adapt(self, recipe: Recipe) -> Recipe:
+        return recipe
+
+    def preprocessing_of(self, model: nn.Module) -> Preprocessing:
+        return Preprocessing.of_model(model)
+
+    def preprocessing_from(self, data: Mapping[str, Any]) -> Preprocessing:
+        return Preprocessing.from_dict(data)
+
+    def check(
+        self, teacher: nn.Module, units: Sequence[Unit], preprocessing: Preprocessing, device: torch.device
+    ) -> None:
+        check_units(teacher, units, probe_images(preprocessing, device))
+
+    def labelled(self, val: Any, model: nn.Module) -> Labelled:
+        return as_labelled(val, int(model.num_classes))  # type: ignore[arg-type]
+
+    def images(
+        self, data: Any, preprocessing: Preprocessing, recipe: Recipe, report: Callable[[int, int], None]
+    ) -> CalibrationSet:
+        settings = recipe.calibration
+        return load_calibration(
+            data,
+            preprocessing,
+            count=settings.images,
+            seed=recipe.seed,
+            augment=settings.augment,
+            whole=recipe.wants_views,
+            progress=report,
+        )
+
+    @torch.no_grad()
+    def outputs(
+        self, model: nn.Module, units: Sequence[Unit], preprocessing: Preprocessing, device: torch.device
+    ) -> dict[str, Tensor]:
+        return {"logits": model(probe_images(preprocessing, device))}
+
+    def measure(
+        self,
+        models: Mapping[str, nn.Module],
+        data: Labelled,
+        preprocessing: Preprocessing,
+        *,
+        device: torch.device,
+        limit: int | None,
+        progress: Callable[[int], None] | None,
+        batch: int = 50,
+        keep: Callable[[Any], None] | None = None,
+    ) -> Measured:
+        found = classification.compare(
+            models, data, preprocessing, device=device, limit=limit, progress=progress, batch=batch
+        )
+        return Measured(dict(found.accuracy), found.agreement.get("quantized"))
+
+    def recall(self, accuracy: Mapping[str, Any]) -> Accuracy:
+        return Accuracy(**accuracy)
+
+
+def probe_images(preprocessing: Preprocessing, device: torch.device) -> Tensor:
+    return torch.randn(2, *preprocessing.shape, generator=torch.Generator().manual_seed(0)).to(device)
