@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from aphq import recipe as settings
 from aphq.engine.store import Rows
@@ -40,18 +41,21 @@ def compensate_errors(work: Workspace, config: settings.ErrorCompensation) -> No
 @torch.no_grad()
 def _compensate(work: Workspace, unit: Unit, rows: Rows, config: settings.ErrorCompensation) -> None:
     sites = {name: site for prefix in unit.modules for name, site in quantized_sites(work.student, prefix)}
-    layers: dict[str, Any] = {
-        name: site for name, site in sites.items() if isinstance(site, QuantizedLayer) and site.weight_quantizer
-    }
+    layers: dict[str, Any] = {name: site for name, site in sites.items() if _fits(site)}
     groups: dict[str, tuple[int, ...]] = dict.fromkeys(layers, (1,))
     samples = sample_inputs(work, unit, rows, layers, groups, config.tokens)
     for name, layer in layers.items():
         seen = samples[name][0].values  # [tokens, in]
         if layer.input_quantizer is not None:
             seen = layer.input_quantizer(seen)
-        weight = layer.weight.flatten(1)
+        weight = layer.weight_rows()
         rounded = compensated(weight, seen.T @ seen, layer.weight_quantizer)
         # the mean of what the weight's rounding changed; not that of the input's: where outliers are clipped, on
         # purpose, a bias that made up for them would disturb every other token
         layer.add_to_bias((weight - rounded) @ seen.mean(0))
         layer.weight.data = rounded.view(layer.weight.shape)
+
+
+def _fits(site: nn.Module) -> bool:
+    """A layer with a weight to round, whose every input is multiplied by one row of it."""
+    return isinstance(site, QuantizedLayer) and site.weight_quantizer is not None and site.weight_rows().ndim == 2
