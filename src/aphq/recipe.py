@@ -40,6 +40,7 @@ class Activations:
     bits: int | None = 4
     symmetric: bool = False
     attention: Literal["head", "tensor"] = "head"  # scales of q, k, softmax and v: one per head, or one for all
+    attention_symmetric: bool = False  # their zero-points fixed in the middle, as int8 attention kernels want them
     image_bits: int | None = 8  # the input picture itself; it was made of 8-bit pixels
 
 

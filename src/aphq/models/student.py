@@ -31,9 +31,10 @@ def make_student(model: nn.Module, architecture: Architecture, units: Sequence[U
         elif isinstance(module, QuantizedProduct):
             _, bits = recipe.bits_for(name)
             shape = (module.heads, 1, 1) if recipe.activations.attention == "head" else (1,)
+            symmetric = recipe.activations.symmetric or recipe.activations.attention_symmetric
             if bits is not None:
-                module.left = Quantizer(bits, recipe.activations.symmetric, shape)
-                module.right = Quantizer(bits, recipe.activations.symmetric, shape)
+                module.left = Quantizer(bits, symmetric, shape)
+                module.right = Quantizer(bits, symmetric, shape)
     _check_patterns(student, recipe)
     return student.requires_grad_(False).eval()
 
