@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -38,6 +38,9 @@ from aphq.presets import preset
 from aphq.recipe import BlockReconstruction, MlpReconstruction, Recipe
 from aphq.stages import RUN_STAGE
 
+if TYPE_CHECKING:
+    from aphq.export import Exported
+
 log = logging.getLogger(__name__)
 GIB = 2**30
 
@@ -54,6 +57,7 @@ class Run:
     accuracy: dict[str, Accuracy] = field(default_factory=dict)  # "float" and "quantized", if labels were given
     agreement: float | None = None  # per cent of equal predictions
     resumed: bool = False
+    images: CalibrationSet | None = None  # what it was calibrated on
 
     @property
     def coverage(self) -> list[Coverage]:
@@ -70,6 +74,13 @@ class Run:
             "agreement": self.agreement,
             "float_layers": [row.name for row in self.coverage if row.note],
         }
+
+    def export(self, to: str = "onnx", *, out: str | Path | None = None, data: Any = None, **options: Any) -> Exported:
+        """Write the model for another runtime, into the run folder unless `out` says otherwise; see `aphq.export`."""
+        from aphq.export import export
+
+        target = self.path / "model" if out is None and self.path is not None else out
+        return export(self.model, to, out=target, data=self.images if data is None else data, **options)
 
     def recall(self, earlier: dict[str, Any]) -> None:
         """Take over what an earlier, finished run of the same folder measured."""
@@ -149,7 +160,7 @@ def quantize(
         ranks.require_same("a recipe, a model or images", json.dumps(identity, sort_keys=True))
         resumed = ranks.decide(folder.claim(identity))
         folder.event("resumed" if resumed else "started", device=str(target), images=len(images))
-        run = Run(teacher, chosen, folder.path, resumed=resumed)
+        run = Run(teacher, chosen, folder.path, resumed=resumed, images=images)
         if ranks.decide(resumed and folder.path is not None and (folder.path / CONFIG).exists()):
             assert folder.path is not None
             run.model = load(folder.path, target)
@@ -168,6 +179,7 @@ def quantize(
             return run
         if folder.path is not None:
             run.sizes = save(run.model, folder.path)
+            folder.keep_sample(images.images)
             _verify(run, preprocessing, target)
         if labelled is not None:
             _measure(run, teacher, labelled, preprocessing, target, progress, val_limit)

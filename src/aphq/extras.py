@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 from aphq.errors import RuntimeMissingError
@@ -19,3 +20,8 @@ def require(library: str) -> ModuleType:
             f"{library} is needed for this and cannot be imported ({problem}): "
             f"install it with  pip install 'aphq[{EXTRAS[library]}]'"
         ) from None
+
+
+def installed(library: str) -> bool:
+    """Whether it is there, without importing it."""
+    return find_spec(library) is not None

@@ -52,13 +52,14 @@ class Format:
         """For a tensor that is `factor` times larger."""
         return replace(self, scale=(self.scale * np.float32(factor)).astype(np.float32))
 
-    def with_one_scale(self) -> tuple[Format, Array]:
-        """The format with the mean scale for all groups, and the factor by which each group's own is larger.
+    def with_one_scale(self) -> tuple[Format, Array, Array]:
+        """The format with the mean scale and no zero-point for all groups; the factor by which each group's own scale is
+        larger; and the offset, zero_point * scale.
 
-        Dividing the tensor by the factor and quantizing it so gives the same integers; only without zero-points."""
-        assert not self.zero_point.any()
+        Dividing the tensor by the factor, adding the offset and quantizing that gives the same integers."""
         shared = self.scale.mean(dtype=np.float32).reshape(1)
-        return replace(self, scale=shared, zero_point=self.zero_point.reshape(-1)[:1]), self.scale / shared
+        form = replace(self, scale=shared, zero_point=np.zeros(1, self.zero_point.dtype))
+        return form, self.scale / shared, (self.zero_point * shared).astype(np.float32)
 
 
 def activation_format(quantizer: Quantizer, signed: bool = False) -> Format:

@@ -47,14 +47,12 @@ STYLES = {
 def quantize(context: Context, x: str, form: Format, site: str) -> str:
     """`x` through integers: Clip where needed, Quantize, Dequantize."""
     graph = context.graph
-    shape: tuple[int, ...] = () if form.per_tensor else (-1,)
-    axis = {} if form.per_tensor else {"axis": 1}
-    scale = graph.constant(form.scale.reshape(shape), f"{site}.scale")
-    zero_point = graph.constant(form.zero_point.reshape(shape), f"{site}.zero_point")
+    scale = graph.constant(form.scale.reshape(()), f"{site}.scale")
+    zero_point = graph.constant(form.zero_point.reshape(()), f"{site}.zero_point")
     if form.clips:
         x = _clip(context, x, *form.bounds(), site)
-    integers = graph.node("QuantizeLinear", [x, scale, zero_point], site, **axis)
-    return graph.node("DequantizeLinear", [integers, scale, zero_point], site, **axis)
+    integers = graph.node("QuantizeLinear", [x, scale, zero_point], site)
+    return graph.node("DequantizeLinear", [integers, scale, zero_point], site)
 
 
 def _clip(context: Context, x: str, low: Array, high: Array, site: str) -> str:
@@ -241,8 +239,13 @@ def _operand(
         form = Format(scale, np.zeros((), np.int8), np.array(-128), np.array(127))
         return quantize(context, x.name, form, site), context.plan.ready[site]
     form = activation_format(quantizer, signed=True)
-    if form.per_tensor or form.zero_point.any():
+    if form.per_tensor:
         return quantize(context, x.name, form, site), torch.ones(())
-    form, factor = form.with_one_scale()
+    form, factor, offset = form.with_one_scale()
     x = context.multiply(x, torch.from_numpy(1 / factor), site)
-    return quantize(context, x.name, form, site), torch.from_numpy(factor)
+    if not offset.any():
+        return quantize(context, x.name, form, site), torch.from_numpy(factor)
+    # eight asymmetric bits that differ by head: no integer kernel takes them, so the product is exact but in float
+    shift = context.graph.constant(offset, f"{site}.offset")
+    codes = quantize(context, context.graph.node("Add", [x.name, shift], site), form, site)
+    return context.graph.node("Sub", [codes, shift], site), torch.from_numpy(factor)

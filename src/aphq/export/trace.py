@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from aphq.errors import ExportError
-from aphq.models.architecture import replace_module
+from aphq.models.architecture import Step
 from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedProduct, quantized_sites
 
 Site = QuantizedLayer | QuantizedProduct
@@ -104,17 +104,31 @@ class Trace:
         return found
 
 
-def trace(model: nn.Module, images: Tensor, dynamic_batch: bool) -> Trace:
-    """Record `model` on images of this shape; with `dynamic_batch` the first dimension may take any size."""
+class _Part(nn.Module):
+    """One step of a model as a model."""
+
+    def __init__(self, model: nn.Module, step: Step) -> None:
+        super().__init__()
+        self.model, self.step = model, step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.step(self.model, x)
+
+
+def trace(model: nn.Module, sample: Tensor, dynamic_batch: bool = False, step: Step | None = None) -> Trace:
+    """Record `model`, or one `step` of it, on inputs of this shape; with `dynamic_batch` the first dimension may take
+    any size."""
     sites = dict(quantized_sites(model))
-    shell = copy.deepcopy(model)
-    for name, site in sites.items():
-        stand_in = _LayerSite(site, name) if isinstance(site, QuantizedLayer) else _ProductSite(site.heads, name)
-        replace_module(shell, name, stand_in)
+    stand_ins: dict[int, Any] = {
+        id(site): _LayerSite(site, name) if isinstance(site, QuantizedLayer) else _ProductSite(site.heads, name)
+        for name, site in sites.items()
+    }
+    shell = copy.deepcopy(model, stand_ins)  # a copy that has the stand-in wherever the site was
+    part = shell if step is None else _Part(shell, step)
     dims = ({0: torch.export.Dim("batch")},) if dynamic_batch else None
     try:
         with torch.no_grad():
-            program = torch.export.export(shell, (images,), dynamic_shapes=dims, strict=False)
+            program = torch.export.export(part, (sample,), dynamic_shapes=dims, strict=False)
     except Exception as problem:  # the tracer's errors have no common base
         reason = " ".join(str(problem).split())[:300]
         raise ExportError(f"cannot record the forward pass of this {type(model).__name__}: {reason}") from problem

@@ -12,8 +12,10 @@ from aphq.errors import RecipeError
 from aphq.models.architecture import Architecture, Unit, replace_module
 from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedLinear, QuantizedProduct, quantized_sites
 from aphq.quant.quantizer import Quantizer
-from aphq.recipe import Recipe
+from aphq.recipe import Activations, Recipe
 from aphq.typed import nearest
+
+SOFTMAX_PRODUCT = ".pv"  # what `OpenAttention` calls softmax times v
 
 
 def make_student(model: nn.Module, architecture: Architecture, units: Sequence[Unit], recipe: Recipe) -> nn.Module:
@@ -31,12 +33,17 @@ def make_student(model: nn.Module, architecture: Architecture, units: Sequence[U
         elif isinstance(module, QuantizedProduct):
             _, bits = recipe.bits_for(name)
             shape = (module.heads, 1, 1) if recipe.activations.attention == "head" else (1,)
-            symmetric = recipe.activations.symmetric or recipe.activations.attention_symmetric
             if bits is not None:
-                module.left = Quantizer(bits, symmetric, shape)
-                module.right = Quantizer(bits, symmetric, shape)
+                module.left, module.right = _operands(recipe.activations, name, bits, shape)
     _check_patterns(student, recipe)
     return student.requires_grad_(False).eval()
+
+
+def _operands(settings: Activations, name: str, bits: int, shape: tuple[int, ...]) -> tuple[Quantizer, Quantizer]:
+    """Of an attention product; the softmax is the left operand of the second one."""
+    plain = settings.symmetric or settings.attention_symmetric
+    left = settings.symmetric or settings.softmax_symmetric if name.endswith(SOFTMAX_PRODUCT) else plain
+    return Quantizer(bits, left, shape), Quantizer(bits, plain, shape)
 
 
 def _quantized_layer(module: nn.Linear | nn.Conv2d, name: str, recipe: Recipe, sees_image: bool) -> QuantizedLayer:

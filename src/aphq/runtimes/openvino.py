@@ -1,0 +1,60 @@
+"""OpenVINO on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from aphq.errors import ExportError
+from aphq.extras import require
+from aphq.runtimes.batches import Infer
+
+SECTION = "aphq"  # of the run-time information of an OpenVINO model, which keeps our metadata
+
+
+def open_session(
+    model: Path | bytes, threads: int | None = None, batch: int | None = None
+) -> tuple[Infer, dict[str, str]]:
+    """(function from images to logits, metadata); `batch` fixes a file that takes any number of images."""
+    openvino = require("openvino")
+    core = openvino.Core()
+    where = "the exported graph" if isinstance(model, bytes) else str(model)
+    try:
+        found = core.read_model(model) if isinstance(model, bytes) else _read(openvino, core, model, batch)
+        compiled = core.compile_model(found, "CPU", settings(threads))
+    except RuntimeError as problem:
+        raise ExportError(f"OpenVINO cannot load {where}: {str(problem).strip().splitlines()[-1]}") from None
+    request = compiled.create_infer_request()
+    return lambda images: request.infer({0: images})[0], metadata_of(found)
+
+
+def settings(threads: int | None) -> dict[str, Any]:
+    # float operators stay in float32: on some CPUs the default is bfloat16, which is another model
+    chosen: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+    return chosen if threads is None else {**chosen, "INFERENCE_NUM_THREADS": threads}
+
+
+def _read(openvino: Any, core: Any, path: Path, batch: int | None) -> Any:
+    found = core.read_model(path)
+    shape = found.input(0).get_partial_shape()
+    if batch is None or shape.is_static:
+        return found
+    sides = [batch, *(side.get_length() for side in list(shape)[1:])]
+    if path.suffix != ".onnx":
+        found.reshape(sides)
+        return found
+    # reshaping afterwards would leave some layers in float: the batch must be known while the file is read
+    fixed = openvino.convert_model(path, input=[(found.input(0).get_any_name(), sides)])
+    for key, value in metadata_of(found).items():
+        fixed.set_rt_info(value, [SECTION, key])
+    return fixed
+
+
+def metadata_of(model: Any) -> dict[str, str]:
+    """What the exporter wrote: ONNX metadata shows up under `framework`, our own IR has its section."""
+    for section in (SECTION, "framework"):
+        if model.has_rt_info([section]):
+            found = model.get_rt_info([section])
+            values = getattr(found, "value", found)
+            return {str(key): str(getattr(value, "value", value)) for key, value in dict(values).items()}
+    return {}
