@@ -36,6 +36,7 @@ from aphq.models.loading import load_model, model_fingerprint
 from aphq.models.student import finalise, make_student
 from aphq.presets import preset
 from aphq.recipe import BlockReconstruction, MlpReconstruction, Recipe
+from aphq.runtimes.session import SUFFIXES, ExportedModel, open_exported
 from aphq.stages import RUN_STAGE
 
 if TYPE_CHECKING:
@@ -197,21 +198,36 @@ def evaluate(
     model: nn.Module | str | Path,
     val: Any,
     *,
+    runtime: str | None = None,
     preprocessing: Preprocessing | None = None,
     device: str | torch.device = "auto",
     batch: int = 50,
     limit: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Accuracy:
-    """Top-1 and top-5 of a model or of a saved run on labelled images."""
-    target = resolve_device(device)
+    """Top-1 and top-5 of a model, a saved run or an exported file on labelled images.
+
+    runtime: what runs a .onnx or .xml file, "onnxruntime" or "openvino"; for a run folder "simulated" or "int8".
+    """
     if isinstance(model, (str, Path)):
-        model = load(model, target)
+        model = open_model(model, runtime)
+    target = resolve_device("cpu" if isinstance(model, ExportedModel) else device)
     info = info_of(model)
-    chosen = preprocessing or (info.preprocessing if info else Preprocessing.of_model(model))
+    chosen = preprocessing or (info.preprocessing if info else preprocessing_of(model))
     data = as_labelled(val, _classes(model))
     options: dict[str, Any] = {"batch": batch, "limit": limit, "progress": progress}
     return classification.evaluate(model.to(target).eval(), data, chosen, device=target, **options)
+
+
+def open_model(path: str | Path, runtime: str | None = None) -> nn.Module:
+    """A run folder or an exported file as a module that takes images and gives logits."""
+    if Path(path).suffix in SUFFIXES:
+        return open_exported(path, runtime or "onnxruntime" if Path(path).suffix == ".onnx" else runtime or "openvino")
+    return load(path, runtime=runtime or "simulated")
+
+
+def preprocessing_of(model: nn.Module) -> Preprocessing:
+    return model.preprocessing if isinstance(model, ExportedModel) else Preprocessing.of_model(model)
 
 
 def resolve_recipe(recipe: Recipe | str, effort: str) -> Recipe:

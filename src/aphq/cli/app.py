@@ -100,8 +100,12 @@ def quantize(
 @app.command(name="eval")
 @guarded
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: Annotated[Path, typer.Argument(help="A run folder, or an exported .onnx or .xml file.")],
     val: Annotated[Path, typer.Option(help="Labelled images, a folder per class.")],
+    runtime: Annotated[
+        str | None,
+        typer.Option(help="onnxruntime or openvino for an exported file; simulated or int8 for a run folder."),
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="This many images, spread over the classes.")] = None,
     batch: Annotated[int, typer.Option(help="Images per forward pass.")] = 50,
     device: Device = "auto",
@@ -112,11 +116,11 @@ def evaluate(
     from dataclasses import asdict
 
     from aphq.api import evaluate as run_evaluate
-    from aphq.artifact import load
+    from aphq.api import open_model
     from aphq.cli.console import open_progress
     from aphq.data import as_labelled
 
-    model = load(run)
+    model = open_model(run, runtime)
     labelled = as_labelled(val, int(model.num_classes))  # type: ignore[arg-type]
     with open_progress() as progress:
         progress.start("evaluation", min(len(labelled), limit or len(labelled)))
@@ -125,6 +129,56 @@ def evaluate(
     skipped = [{"name": name, "reason": reason} for name, reason in labelled.skipped]
     text = f"top-1 {found.top1:.2f} %  top-5 {found.top5:.2f} %  ({found.images} images)"
     _say({**asdict(found), "skipped": skipped} if as_json else text)
+
+
+@app.command()
+@guarded
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    to: Annotated[str, typer.Option(help="onnx, openvino (its own format) or torch (a torch.export program).")] = "onnx",
+    out: Annotated[Path | None, typer.Option(help="The file; model.onnx and so on in the run folder if left out.")] = None,
+    tuned_for: Annotated[
+        str, typer.Option("--for", help="any, or onnxruntime or openvino: the runtime to shape an ONNX graph for.")
+    ] = "any",
+    batch: Annotated[str, typer.Option(help="Images per run of the file, or any.")] = "1",
+    data: Annotated[Path | None, typer.Option(help="Images to compare on, instead of those the run kept.")] = None,
+    images: Annotated[int, typer.Option(help="How many of them.")] = 32,
+    force: Annotated[bool, typer.Option("--force", help="Write it even if it does not match.")] = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write the model for another runtime, if it computes there what it does here."""
+    from aphq.cli.options import batch_size
+    from aphq.export import export as run_export
+
+    size = batch_size(batch)
+    found = run_export(run, to, out=out, data=data, images=images, batch=size, tuned_for=tuned_for, force=force)
+    _say(found.to_dict() if as_json else found.summary())
+
+
+@app.command()
+@guarded
+def bench(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    runtime: Annotated[
+        list[str] | None, typer.Option(help="onnxruntime, openvino, pytorch; repeat for more. All there are if left out.")
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads of every runtime.")] = 1,
+    batch: Annotated[int, typer.Option(help="Images per run.")] = 1,
+    float_: Annotated[bool, typer.Option("--float", help="Measure the float model beside it, and the ratio.")] = False,
+    seconds: Annotated[float, typer.Option(help="How long to measure, all together.")] = 20.0,
+    memory: Annotated[bool, typer.Option(help="Measure memory too, each model in a process of its own.")] = True,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure latency, throughput, file size and memory, all models by turns in one process."""
+    from aphq.bench import bench as run_bench
+    from aphq.bench import bench_text
+
+    found = run_bench(
+        run, runtimes=runtime, threads=threads, batch=batch, with_float=float_, seconds=seconds, memory=memory
+    )
+    _say([row.to_dict() for row in found] if as_json else bench_text(found))
 
 
 @app.command()

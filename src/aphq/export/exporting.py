@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,9 +99,12 @@ def _compare(model: nn.Module, draft: Draft, images: Tensor) -> Parity:
     if draft.literal is not None:
         units = architecture_of(model).units(model)
         matches["reference"] = compare_units(model, units, images[:UNIT_IMAGES], draft.literal)
-    expected = torch.cat([model(part) for part in images.split(UNIT_IMAGES)])
+    parts, precise = images.split(UNIT_IMAGES), copy.deepcopy(model).double()
+    expected = torch.cat([model(part) for part in parts])
+    own = compare_whole(expected, torch.cat([precise(part.double()) for part in parts]).float())
+    matches["in float64"] = own
     for name, predict in draft.fused.items():
-        matches[name] = compare_whole(expected, predict(images))
+        matches[name] = compare_whole(expected, predict(images), own)
     return Parity(len(images), matches)
 
 

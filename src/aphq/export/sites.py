@@ -134,7 +134,9 @@ def _integer_matrix(
             bias = None
     out = context.graph.node("Gemm", operands, site, transB=1)
     if weights.shift.any():  # (integer + shift) * scale: the second part is a multiple of the sum of the inputs
-        total = context.graph.node("ReduceSum", [rows, context.graph.ints([-1])], site, keepdims=1)
+        # summed by a product with ones: OpenVINO gets ReduceSum of a dequantized tensor wrong
+        ones = context.graph.constant(np.ones((int(np.prod(module.weight.shape[1:])), 1), np.float32), "ones")
+        total = context.graph.node("MatMul", [rows, ones], site)
         column = context.graph.constant((weights.shift * scale).astype(np.float32)[None], f"{site}.shift")
         out = context.graph.node("Add", [out, context.graph.node("Mul", [total, column], site)], site)
     out = _add(context, out, bias, site)
