@@ -135,8 +135,12 @@ def evaluate(
 @guarded
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
-    to: Annotated[str, typer.Option(help="onnx, openvino (its own format) or torch (a torch.export program).")] = "onnx",
-    out: Annotated[Path | None, typer.Option(help="The file; model.onnx and so on in the run folder if left out.")] = None,
+    to: Annotated[
+        str, typer.Option(help="onnx, openvino (its own format) or torch (a torch.export program).")
+    ] = "onnx",
+    out: Annotated[
+        Path | None, typer.Option(help="The file; model.onnx and so on in the run folder if left out.")
+    ] = None,
     tuned_for: Annotated[
         str, typer.Option("--for", help="any, or onnxruntime or openvino: the runtime to shape an ONNX graph for.")
     ] = "any",
@@ -161,7 +165,8 @@ def export(
 def bench(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     runtime: Annotated[
-        list[str] | None, typer.Option(help="onnxruntime, openvino, pytorch; repeat for more. All there are if left out.")
+        list[str] | None,
+        typer.Option(help="onnxruntime, openvino, pytorch; repeat for more. All there are if left out."),
     ] = None,
     threads: Annotated[int, typer.Option(help="Threads of every runtime.")] = 1,
     batch: Annotated[int, typer.Option(help="Images per run.")] = 1,

@@ -100,6 +100,4 @@ def weight_format(layer: QuantizedLayer) -> WeightFormat:
     fits = (point <= 128) & (top_code(quantizer.bits) - point <= 127)
     minus = np.where(fits, point, 128)  # what is taken off the codes
     integers = codes - minus.reshape(-1, *(1,) * (codes.ndim - 1))
-    return WeightFormat(
-        integers.astype(np.int8), scale, minus - point, codes.astype(np.uint8), point, quantizer.bits
-    )
+    return WeightFormat(integers.astype(np.int8), scale, minus - point, codes.astype(np.uint8), point, quantizer.bits)
