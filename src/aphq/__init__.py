@@ -7,7 +7,6 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from aphq.api import Run, evaluate, quantize
     from aphq.artifact import load, save
-    from aphq.export import export
     from aphq.models.coverage import coverage
     from aphq.presets import preset
     from aphq.recipe import Recipe
@@ -18,13 +17,12 @@ _HOMES = {
     "Run": "aphq.api",
     "coverage": "aphq.models.coverage",
     "evaluate": "aphq.api",
-    "export": "aphq.export",
     "load": "aphq.artifact",
     "preset": "aphq.presets",
     "quantize": "aphq.api",
     "save": "aphq.artifact",
 }
-__all__ = ["Recipe", "Run", "coverage", "evaluate", "export", "load", "preset", "quantize", "save"]
+__all__ = ["Recipe", "Run", "coverage", "evaluate", "load", "preset", "quantize", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from aphq.export.registry import Options
 from aphq.extras import EXTRAS, installed, require
 from aphq.models.architecture import architecture_named, replace_module
 from aphq.quant.layers import QuantizedLayer, quantized_sites
+from aphq.runtimes.session import open_session
 from aphq.typed import nearest
 
 RUNTIMES = ("onnxruntime", "openvino", "pytorch")
@@ -128,7 +129,7 @@ def float_model(model: nn.Module) -> nn.Module:
 
 def _contenders(
     run: Path, model: nn.Module, runtimes: list[str], images: Tensor, with_float: bool, folder: Path
-) -> Any:
+) -> Iterator[Contender]:
     info = info_of(model)
     assert info is not None
     models = {info.recipe.name: model}
@@ -154,11 +155,7 @@ def open_contender(contender: Contender, images: Tensor, threads: int) -> Run:
         else:
             model = load(contender.source, runtime="int8")
         return partial(_run_torch, model, images)
-    if contender.runtime == "onnxruntime":
-        from aphq.runtimes.onnxruntime import open_session
-    else:
-        from aphq.runtimes.openvino import open_session
-    infer, _ = open_session(contender.source, threads)
+    infer, _ = open_session(contender.source, contender.runtime, threads)
     return partial(infer, images.numpy())
 
 
@@ -202,7 +199,7 @@ def _memory_inside(contender: Contender, shape: tuple[int, ...], threads: int) -
 
 
 def _peak() -> int:
-    """The most memory this process has held. Not `ru_maxrss`, which a process takes over from the one that started it."""
+    """The most memory this process has held; `ru_maxrss` would start from what its parent held."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["VmHWM"].split()[0]) * 1024
 
@@ -222,17 +219,20 @@ def _rows(
         own = floats.get(contender.runtime)
         rows.append(
             Row(
-                contender.runtime,
-                contender.kind,
-                threads,
-                batch,
-                len(wall),
-                *(round(value, 3) for value in (p10, median, p90, cpu[contender])),
-                round(1000 * batch / median, 2),
-                contender.bytes,
-                used,
-                round(min(floats.values()) / cpu[contender], 3) if floats else None,
-                round(own / cpu[contender], 3) if own else None,
+                runtime=contender.runtime,
+                model=contender.kind,
+                threads=threads,
+                batch=batch,
+                runs=len(wall),
+                p10=round(p10, 3),
+                median=round(median, 3),
+                p90=round(p90, 3),
+                cpu_median=round(cpu[contender], 3),
+                images_per_second=round(1000 * batch / median, 2),
+                bytes=contender.bytes,
+                memory_bytes=used,
+                speedup=round(min(floats.values()) / cpu[contender], 3) if floats else None,
+                speedup_own=round(own / cpu[contender], 3) if own else None,
             )
         )
     return rows
@@ -241,7 +241,7 @@ def _rows(
 def bench_text(rows: Sequence[Row]) -> str:
     """A table."""
     header = ("runtime", "model", "p10 ms", "median", "p90", "cpu ms", "images/s", "MB", "memory MB", "x", "x own")
-    cells = [header]
+    cells: list[tuple[str, ...]] = [header]
     for row in rows:
         numbers = (row.p10, row.median, row.p90, row.cpu_median, row.images_per_second, row.bytes / 1e6)
         used = "" if row.memory_bytes is None else f"{row.memory_bytes / 1e6:.1f}"

@@ -53,8 +53,8 @@ class Format:
         return replace(self, scale=(self.scale * np.float32(factor)).astype(np.float32))
 
     def with_one_scale(self) -> tuple[Format, Array, Array]:
-        """The format with the mean scale and no zero-point for all groups; the factor by which each group's own scale is
-        larger; and the offset, zero_point * scale.
+        """The format with the mean scale and no zero-point for all groups; the factor by which each group's own scale
+        is larger; and the offset, zero_point * scale.
 
         Dividing the tensor by the factor, adding the offset and quantizing that gives the same integers."""
         shared = self.scale.mean(dtype=np.float32).reshape(1)

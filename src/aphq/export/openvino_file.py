@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,5 @@ def _write(openvino: Any, graph: Any, path: Path, metadata: dict[str, str]) -> l
         # the weights first: a graph without them is worse than weights without a graph
         files = [path.with_suffix(".bin"), path]
         for file in files:
-            content = draft.with_suffix(file.suffix).read_bytes()
-            write_atomically(file, lambda temporary, content=content: temporary.write_bytes(content))
+            write_atomically(file, partial(shutil.copyfile, draft.with_suffix(file.suffix)))
     return files[::-1]

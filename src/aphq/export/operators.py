@@ -30,9 +30,9 @@ class Symbol:
 class Context:
     """The graph, and what is known of its tensors that saves work.
 
-    `rows` has the matrix [rows, channels] that a tensor [..., channels] is a view of; `sources` the tensor and the order
-    of dimensions that a transposed one came from; `factors` the tensor and the constant that a product came from.
-    `plan` says what is folded from one site into another.
+    `rows` has the matrix [rows, channels] that a tensor [..., channels] is a view of; `sources` the tensor and the
+    order of dimensions that a transposed one came from; `factors` the tensor and the constant that a product came
+    from. `plan` says what is folded from one site into another.
     """
 
     def __init__(self, images: str, plan: Plan) -> None:

@@ -120,7 +120,7 @@ def _integer_matrix(
     style: Style,
 ) -> str:
     weights, shared = weight_format(module), context.plan.outputs.get(site)
-    scale = weights.scale * np.float32(context.plan.inputs.get(site, 1.0))
+    scale: Array = weights.scale * np.float32(context.plan.inputs.get(site, 1.0))
     if shared is not None:
         scale = scale / shared.divide
         bias = None if bias is None else bias / shared.divide
@@ -129,8 +129,8 @@ def _integer_matrix(
         step = scale * inputs.scale.reshape(())
         integers = np.round(bias / step)
         if np.abs(integers).max(initial=0) < 2**31:
-            integers = context.graph.constant(integers.astype(np.int32), f"{site}.bias_integers")
-            operands.append(_dequantized(context, integers, step, f"{site}.bias", np.int32))
+            stored = context.graph.constant(integers.astype(np.int32), f"{site}.bias_integers")
+            operands.append(_dequantized(context, stored, step, f"{site}.bias", np.int32))
             bias = None
     out = context.graph.node("Gemm", operands, site, transB=1)
     if weights.shift.any():  # (integer + shift) * scale: the second part is a multiple of the sum of the inputs
@@ -157,7 +157,7 @@ def _without_shift(module: QuantizedLayer, inputs: Format, bias: Array | None) -
 
 
 def _bias_error(weights: WeightFormat, inputs: Format) -> float:
-    """Half a step of the int32 bias, relative to a typical sum of products: a quarter of the input's range at random."""
+    """Half a step of the int32 bias, relative to a typical sum of products: inputs of a quarter of their range."""
     flat = weights.integers.reshape(len(weights.integers), -1).astype(np.float64)
     levels = float((inputs.high - inputs.low).max()) / 4
     return 0.5 / max(1e-9, levels * float(np.sqrt((flat**2).sum(1).mean())))

@@ -1,9 +1,8 @@
 """The artifact run as integers in PyTorch: linear layers and patch embeddings multiply int8 by int8 into int32.
 
-The input's codes and the weight's are moved into signed bytes, `torch._int_mm` multiplies them (on CPUs with VNNI and on
-CUDA at several times the speed of float32), and what the moves and zero-points cost is constant per output, so it goes
-into the bias: the result is the fake-quantized layer's to the last float rounding. Attention products stay simulated in
-float: their operands change with every image, and packing them costs more than it saves.
+The input's codes and the weight's are moved into signed bytes and `torch._int_mm` multiplies them, on CPUs and on CUDA.
+What the moves and zero-points cost is constant per output, so it goes into the bias: the result is the fake-quantized
+layer's to the last float rounding. Attention products stay simulated in float.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from aphq.models.architecture import replace_module
-from aphq.quant.affine import top_code
+from aphq.quant.affine import fake_quantize, top_code
 from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedProduct, quantized_sites
 from aphq.quant.quantizer import Quantizer
 
@@ -58,7 +57,7 @@ class Int8Linear(nn.Module):
 
     def quantize(self, x: Tensor) -> Tensor:
         """The input's codes as signed bytes."""
-        codes = (x / self.step).round_()
+        codes = (x.float() / self.step).round_()
         return codes.clamp_(-self.point, self.high - self.point).add_(self.point - self.shift).to(torch.int8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +65,7 @@ class Int8Linear(nn.Module):
         out = self.multiply(rows).float()[: rows.shape[0], : self.features]
         if self.column.numel():
             out = out + rows.sum(1, dtype=torch.int32).float()[:, None] * self.column
-        return torch.addcmul(self.bias, out, self.scale).unflatten(0, x.shape[:-1])
+        return torch.addcmul(self.bias, out, self.scale).unflatten(0, x.shape[:-1]).to(x.dtype)
 
     def multiply(self, rows: Tensor) -> Tensor:
         """int32 [rows, out], filled up as the kernel likes it."""
@@ -92,6 +91,8 @@ class SimulatedProduct(QuantizedProduct):
 def _rounded(quantizer: Quantizer | None, x: Tensor) -> Tensor:
     if quantizer is None:
         return x
+    if torch.compiler.is_compiling():  # which makes one pass of it by itself
+        return fake_quantize(x.float(), quantizer.scale, quantizer.zero_point, quantizer.bits).to(x.dtype)
     scale, point, top = quantizer.scale.flatten(), quantizer.zero_point.flatten().int(), top_code(quantizer.bits)
     if scale.numel() == 1:
         return torch.fake_quantize_per_tensor_affine(x, scale, point, 0, top)

@@ -41,12 +41,16 @@ def open_exported(path: str | Path, runtime: str = "onnxruntime", threads: int |
         raise ExportError(f"there is no file {file}")
     if runtime not in RUNTIMES:
         raise ExportError(f"there is no runtime {runtime!r} for exported files: {nearest(runtime, RUNTIMES)}")
-    if runtime == "onnxruntime":
-        from aphq.runtimes.onnxruntime import open_session
-
-        if file.suffix != ".onnx":
-            raise ExportError(f"ONNX Runtime cannot run {file}: give a .onnx file, or --runtime openvino")
-    else:
-        from aphq.runtimes.openvino import open_session
-    infer, metadata = open_session(file, threads)
+    if runtime == "onnxruntime" and file.suffix != ".onnx":
+        raise ExportError(f"ONNX Runtime cannot run {file}: give a .onnx file, or --runtime openvino")
+    infer, metadata = open_session(file, runtime, threads)
     return ExportedModel(infer, metadata, str(file))
+
+
+def open_session(file: Path, runtime: str, threads: int | None) -> tuple[Infer, dict[str, str]]:
+    """(function from images to logits, metadata)"""
+    from aphq.runtimes import onnxruntime, openvino
+
+    if runtime == "onnxruntime":
+        return onnxruntime.open_session(file, threads)
+    return openvino.open_session(file, threads)
