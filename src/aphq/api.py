@@ -77,7 +77,7 @@ class Run:
         }
 
     def export(self, to: str = "onnx", *, out: str | Path | None = None, data: Any = None, **options: Any) -> Exported:
-        """Write the model for another runtime, into the run folder unless `out` says otherwise; see `aphq.export.export`."""
+        """Write the model for another runtime, into the run folder unless `out` says so; see `aphq.export.export`."""
         from aphq.export import export
 
         target = self.path / "model" if out is None and self.path is not None else out

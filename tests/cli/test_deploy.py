@@ -44,9 +44,8 @@ def test_exports_as_text_and_to_elsewhere(exported: Path, tmp_path: Path) -> Non
     assert result.exit_code == 0, result.output
     assert (tmp_path / "mine.pt2").is_file()
     assert "top-1 agreement" in result.stdout
-    assert (
-        run("export", exported.parent, "--batch", "any", "--for", "onnxruntime", "--out", tmp_path / "a").exit_code == 0
-    )
+    options = ("--batch", "any", "--for", "onnxruntime", "--out", tmp_path / "a")
+    assert run("export", exported.parent, *options).exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_a_run_folder_has_its_own_images(tmp_path: Path, tiny_vit: Any) -> None:
         export(out, "onnx")
     assert export(out, "onnx", data=pixels(4)).parity.images == 4
     (out / "sample.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(RunError, match="sample.safetensors is damaged"):
+    with pytest.raises(RunError, match=r"sample\.safetensors is damaged"):
         export(out, "onnx")
 
 
@@ -163,8 +163,8 @@ def test_wrong_words_are_explained(tmp_path: Path, arguments: dict[str, Any], wo
         small_run().export(**{"to": "onnx", "out": tmp_path / "model", **arguments})
     with pytest.raises(ExportError, match="there is no file"):
         open_exported(tmp_path / "none.onnx")
+    (tmp_path / "x.onnx").touch()
     with pytest.raises(ExportError, match=r"no runtime 'tensorrt'"):
-        (tmp_path / "x.onnx").touch()
         open_exported(tmp_path / "x.onnx", "tensorrt")
 
 
@@ -183,7 +183,10 @@ def test_a_missing_library_is_named_with_its_extra(
 
     monkeypatch.setitem(sys.modules, library, None)
     extra = "openvino" if library == "openvino" else "onnx"
-    with pytest.raises(RuntimeMissingError, match=rf"{library} .*pip install 'aphq\[{extra}\]'"):
-        if library == "onnxruntime":
-            open_exported(file, "onnxruntime")
-        small_run().export("openvino" if library == "openvino" else "onnx", out=tmp_path / "model")
+    message = rf"{library} .*pip install 'aphq\[{extra}\]'"
+    if library != "openvino":
+        with pytest.raises(RuntimeMissingError, match=message):
+            small_run().export("onnx", out=tmp_path / "model")
+    if library != "onnx":
+        with pytest.raises(RuntimeMissingError, match=message):
+            open_exported(file, library)

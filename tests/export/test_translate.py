@@ -150,11 +150,8 @@ def _text(value: Any) -> str:
 
 
 def test_weights_of_four_bits_and_less_take_half_a_byte(tiny_vit: nn.Module) -> None:
-    for bits, kind in (
-        ("w4a8", onnx.TensorProto.UINT4),
-        ("w3a8", onnx.TensorProto.UINT4),
-        ("w5a8", onnx.TensorProto.INT8),
-    ):
+    kinds = {"w4a8": onnx.TensorProto.UINT4, "w3a8": onnx.TensorProto.UINT4, "w5a8": onnx.TensorProto.INT8}
+    for bits, kind in kinds.items():
         weights = [t for t in exported(calibrated(tiny_vit, bits)).graph.initializer if "weight_integers" in t.name]
         assert len(weights) == 10
         assert {tensor.data_type for tensor in weights} == {kind}
