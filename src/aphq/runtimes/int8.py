@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from aphq.models.architecture import replace_module
-from aphq.quant.affine import fake_quantize, top_code
+from aphq.quant.affine import top_code
 from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedProduct, quantized_sites
-from aphq.quant.quantizer import Quantizer
 
 log = logging.getLogger(__name__)
 SMALLEST_ROWS, MULTIPLE = 17, 8  # what CUDA's kernel takes
@@ -77,28 +76,6 @@ class Int8Linear(nn.Module):
         return product
 
 
-class SimulatedProduct(QuantizedProduct):
-    """The same product with each operand rounded in one pass over it instead of four."""
-
-    def __init__(self, source: QuantizedProduct) -> None:
-        super().__init__(source.heads)
-        self.left, self.right = source.left, source.right
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        return _rounded(self.left, left) @ _rounded(self.right, right)
-
-
-def _rounded(quantizer: Quantizer | None, x: Tensor) -> Tensor:
-    if quantizer is None:
-        return x
-    if torch.compiler.is_compiling():  # which makes one pass of it by itself
-        return fake_quantize(x.float(), quantizer.scale, quantizer.zero_point, quantizer.bits).to(x.dtype)
-    scale, point, top = quantizer.scale.flatten(), quantizer.zero_point.flatten().int(), top_code(quantizer.bits)
-    if scale.numel() == 1:
-        return torch.fake_quantize_per_tensor_affine(x, scale, point, 0, top)
-    return torch.fake_quantize_per_channel_affine(x, scale, point, 1, 0, top)
-
-
 class Int8Patches(nn.Module):
     """A convolution whose kernel cuts the image into patches: [batch, in, height, width] -> [batch, out, h, w]"""
 
@@ -119,8 +96,8 @@ def to_int8(model: nn.Module) -> nn.Module:
     left: list[str] = []
     for name, site in list(quantized_sites(model)):
         if isinstance(site, QuantizedProduct):
-            replace_module(model, name, SimulatedProduct(site))
-        elif site.weight_quantizer is None or site.input_quantizer is None:
+            continue
+        if site.weight_quantizer is None or site.input_quantizer is None:
             left.append(name)
         elif not isinstance(site, QuantizedConv2d):
             replace_module(model, name, Int8Linear(site))
