@@ -77,11 +77,10 @@ def export(
     """
     folder = None if isinstance(model, nn.Module) else Path(model)
     exporter, options = exporter_named(to), Options(batch, tuned_for)
-    loaded = model if isinstance(model, nn.Module) else load(model)
+    loaded = copy.deepcopy(model).cpu().eval() if isinstance(model, nn.Module) else load(model)
     metadata = describe(loaded, options)
     path = _target(out, folder, exporter.suffix)
     seen = parity_images(loaded, data, folder, images)
-    loaded = loaded.cpu()
     draft = exporter.draft(loaded, seen, options)
     parity = _compare(loaded, draft, seen)
     if not parity.passed and not force:

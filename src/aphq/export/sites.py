@@ -105,8 +105,10 @@ def _matrix(context: Context, rows: str, module: QuantizedLayer, site: str, styl
         rows = quantize(context, rows, inputs, f"{site}.input")
     if module.weight_quantizer is None:
         weight = module.weight.detach().flatten(1).cpu().numpy().astype(np.float32)
-        out = context.graph.node("Gemm", [rows, context.graph.constant(weight, f"{site}.weight")], site, transB=1)
-        return _add(context, out, bias, site)
+        operands = [rows, context.graph.constant(weight, f"{site}.weight")]
+        if bias is not None:
+            operands.append(context.graph.constant(bias.astype(np.float32), f"{site}.bias"))
+        return context.graph.node("Gemm", operands, site, transB=1)
     return _integer_matrix(context, rows, inputs, module, bias, site, style)
 
 

@@ -12,15 +12,12 @@ from aphq.runtimes.batches import Infer
 SECTION = "aphq"  # of the run-time information of an OpenVINO model, which keeps our metadata
 
 
-def open_session(
-    model: Path | bytes, threads: int | None = None, batch: int | None = None
-) -> tuple[Infer, dict[str, str]]:
-    """(function from images to logits, metadata); `batch` fixes a file that takes any number of images."""
-    openvino = require("openvino")
-    core = openvino.Core()
+def open_session(model: Path | bytes, threads: int | None = None) -> tuple[Infer, dict[str, str]]:
+    """(function from images to logits, metadata)"""
+    core = require("openvino").Core()
     where = "the exported graph" if isinstance(model, bytes) else str(model)
     try:
-        found = core.read_model(model) if isinstance(model, bytes) else _read(openvino, core, model, batch)
+        found = core.read_model(model)
         compiled = core.compile_model(found, "CPU", settings(threads))
     except RuntimeError as problem:
         raise ExportError(f"OpenVINO cannot load {where}: {str(problem).strip().splitlines()[-1]}") from None
@@ -32,22 +29,6 @@ def settings(threads: int | None) -> dict[str, Any]:
     # float operators stay in float32: on some CPUs the default is bfloat16, which is another model
     chosen: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
     return chosen if threads is None else {**chosen, "INFERENCE_NUM_THREADS": threads}
-
-
-def _read(openvino: Any, core: Any, path: Path, batch: int | None) -> Any:
-    found = core.read_model(path)
-    shape = found.input(0).get_partial_shape()
-    if batch is None or shape.is_static:
-        return found
-    sides = [batch, *(side.get_length() for side in list(shape)[1:])]
-    if path.suffix != ".onnx":
-        found.reshape(sides)
-        return found
-    # reshaping afterwards would leave some layers in float: the batch must be known while the file is read
-    fixed = openvino.convert_model(path, input=[(found.input(0).get_any_name(), sides)])
-    for key, value in metadata_of(found).items():
-        fixed.set_rt_info(value, [SECTION, key])
-    return fixed
 
 
 def metadata_of(model: Any) -> dict[str, str]:
