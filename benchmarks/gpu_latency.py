@@ -4,9 +4,9 @@
 
 Weights and images are random: time does not depend on them. Times are of CUDA events, one run of each model per round.
 `int8` is the artifact as `aphq.load(path, "cuda", runtime="int8")` runs it: integer layers, attention simulated in
-float32. `int8 layers, bf16 between` leaves attention unquantized in bf16's fused kernel: not the same model, but what the
-integer layers alone would gain. `error` is the distance of the logits from the simulation. A variant that cannot be
-compiled or run is reported with its error instead of a time.
+float32. `int8 layers, bf16 between` leaves attention unquantized in bf16's fused kernel: not the same model, but what
+the integer layers alone would gain. `error` is the distance of the logits from the simulation. A variant that cannot
+be compiled or run is reported with its error instead of a time.
 """
 
 from __future__ import annotations
