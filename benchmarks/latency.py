@@ -4,8 +4,7 @@
 
 Weights are random and ranges come from a few random images: time does not depend on them. Each model is measured with
 GELU and with ReLU in its MLPs (as MLP reconstruction leaves it), against the float32 model with GELU, all by turns in
-one process. `default` is the preset W8A8 in the file that serves both runtimes; `tuned` the same made for the runtime;
-`symmetric softmax` has `activations.softmax_symmetric`, which OpenVINO's fused attention needs.
+one process. `default` is the preset W8A8 in the file that serves both runtimes, `tuned` the same made for the runtime.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def main() -> None:
         handle.write(json.dumps(line) + "\n")
 
 
-def quantized(name: str, softmax_symmetric: bool):
+def quantized(name: str):
     import timm
     import torch
 
@@ -39,7 +38,6 @@ def quantized(name: str, softmax_symmetric: bool):
 
     torch.manual_seed(0)
     recipe = round_to_nearest("w8a8").with_value("calibration.images", 2).with_value("scale_search.images", 2)
-    recipe = recipe.with_value("activations.softmax_symmetric", softmax_symmetric)
     return aphq.quantize(timm.create_model(name).eval(), recipe, torch.randn(2, 3, 224, 224), device="cpu").model
 
 
@@ -82,7 +80,7 @@ def measure(args: argparse.Namespace) -> dict:
         sizes[name] = len(content)
         runs[name] = partial(runtime.open_session(content, args.threads)[0], images.numpy())
 
-    model, fused = quantized(args.model, False), quantized(args.model, True)
+    model = quantized(args.model)
     plain = float_model(model)
     add("onnxruntime float32", plain, onnxruntime, "any")
     add("openvino float32", plain, openvino, "any")
@@ -90,11 +88,10 @@ def measure(args: argparse.Namespace) -> dict:
         runs["pytorch float32"] = partial(_run_torch, plain, images)
     for kind in ("GELU", "ReLU"):
         if kind == "ReLU":
-            model, fused = with_relu(model), with_relu(fused)
+            model = with_relu(model)
         add(f"onnxruntime {kind} default", model, onnxruntime, "any")
         add(f"openvino {kind} default", model, openvino, "any")
         add(f"openvino {kind} tuned", model, openvino, "openvino")
-        add(f"openvino {kind} symmetric softmax, tuned", fused, openvino, "openvino")
         if args.torch:
             runs[f"pytorch {kind} int8"] = partial(_run_torch, to_int8(copy.deepcopy(model)), images)
     times = dict(zip(runs, race(list(runs.values()), args.seconds), strict=True))

@@ -68,7 +68,6 @@ def test_eight_bits_fit_integer_kernels() -> None:
     eight, four = preset("w8a8"), preset("w4a4")
     assert eight.weights.symmetric
     assert (eight.activations.attention, eight.activations.attention_symmetric) == ("tensor", True)
-    assert not eight.activations.softmax_symmetric
     assert not four.weights.symmetric
     assert (four.activations.attention, four.activations.attention_symmetric) == ("head", False)
     assert preset("w4a8").activations == eight.activations

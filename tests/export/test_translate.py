@@ -84,7 +84,6 @@ def test_every_width_is_exact(tiny_vit: nn.Module, bits: str, style: str) -> Non
         {"activations__attention": "head"},
         {"activations__attention": "head", "activations__attention_symmetric": False},
         {"activations__attention_symmetric": False},
-        {"activations__softmax_symmetric": True},
         {"overrides__head": None},
         {"overrides__*.attn.*": None},
         {"weights__bits": None},

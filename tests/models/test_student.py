@@ -125,12 +125,10 @@ def test_float_recipes_give_a_student_without_quantizers(tiny_vit: Any, images: 
     assert torch.equal(student(images), tiny_vit(images))
 
 
-def test_symmetric_attention_leaves_the_softmax_alone_unless_told(tiny_vit: nn.Module) -> None:
+def test_symmetric_attention_leaves_the_softmax_alone(tiny_vit: nn.Module) -> None:
     architecture = architecture_of(tiny_vit)
-    units = architecture.units(tiny_vit)
-    for softmax in (False, True):
-        recipe = preset("w8a8").with_value("activations.softmax_symmetric", softmax)
-        attention: Any = make_student(tiny_vit, architecture, units, recipe).get_submodule("blocks.0.attn")
-        operands = (attention.qk.left, attention.qk.right, attention.pv.left, attention.pv.right)
-        assert [operand.symmetric for operand in operands] == [True, True, softmax, True]
-        assert not attention.proj.input_quantizer.symmetric
+    student = make_student(tiny_vit, architecture, architecture.units(tiny_vit), preset("w8a8"))
+    attention: Any = student.get_submodule("blocks.0.attn")
+    operands = (attention.qk.left, attention.qk.right, attention.pv.left, attention.pv.right)
+    assert [operand.symmetric for operand in operands] == [True, True, False, True]
+    assert not attention.proj.input_quantizer.symmetric

@@ -42,7 +42,7 @@ def make_student(model: nn.Module, architecture: Architecture, units: Sequence[U
 def _operands(settings: Activations, name: str, bits: int, shape: tuple[int, ...]) -> tuple[Quantizer, Quantizer]:
     """Of an attention product; the softmax is the left operand of the second one."""
     plain = settings.symmetric or settings.attention_symmetric
-    left = settings.symmetric or settings.softmax_symmetric if name.endswith(SOFTMAX_PRODUCT) else plain
+    left = settings.symmetric if name.endswith(SOFTMAX_PRODUCT) else plain  # half its codes would never be used
     return Quantizer(bits, left, shape), Quantizer(bits, plain, shape)
 
 
