@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
-SOURCES := $(wildcard src tests scripts)
+SOURCES := $(wildcard src tests scripts benchmarks examples)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-slow lint format clean

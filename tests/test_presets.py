@@ -69,3 +69,13 @@ def test_round_to_nearest_only_reads_ranges() -> None:
     recipe = round_to_nearest("w4a4")
     assert recipe.stages == (ScaleSearch(method="minmax"),)
     assert recipe.name == "w4a4-rtn"
+
+
+def test_eight_bits_fit_integer_kernels() -> None:
+    """Weights beside a zero-point of their own would not fit in eight signed bits; below, every level counts."""
+    eight, four = preset("w8a8"), preset("w4a4")
+    assert eight.weights.symmetric
+    assert (eight.activations.attention, eight.activations.attention_symmetric) == ("tensor", True)
+    assert not four.weights.symmetric
+    assert (four.activations.attention, four.activations.attention_symmetric) == ("head", False)
+    assert preset("w4a8").activations == eight.activations

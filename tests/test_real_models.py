@@ -45,3 +45,23 @@ def test_accuracy_stays(name: str, bits: str, points: float) -> None:
     model, data = load(name)
     run = aphq.quantize(model, bits, data / "calib", effort="fast", val=data / "val")
     assert run.accuracy["float"].top1 - run.accuracy["quantized"].top1 <= points
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "swin"])
+def test_an_exported_file_predicts_what_the_simulation_does(name: str, tmp_path: Path) -> None:
+    """Three images of a hundred may fall on the other side: as many do when the simulation runs in float64."""
+    pytest.importorskip("onnx")
+    from aphq.data import as_labelled
+    from aphq.evaluation.classification import compare
+    from aphq.runtimes.session import open_exported
+
+    model, data = load(name)
+    run = aphq.quantize(model, "w8a8", data / "calib", effort="fast", device="cpu")
+    file = run.export("onnx", out=tmp_path / "model").path
+    models = {"simulated": run.model}
+    models |= {runtime: open_exported(file, runtime) for runtime in ("onnxruntime", "openvino")}
+    assert run.images is not None
+    labelled = as_labelled(data / "val", int(model.num_classes))  # type: ignore[arg-type]
+    found = compare(models, labelled, run.images.preprocessing, limit=200)
+    assert min(found.agreement.values()) >= 97

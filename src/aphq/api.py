@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from aphq import __version__
 from aphq.artifact.info import QuantizationInfo, attach, info_of
 from aphq.artifact.loading import load
 from aphq.artifact.saving import CONFIG, Sizes, save
-from aphq.data import Preprocessing
+from aphq.data import CalibrationSet, Preprocessing
 from aphq.data.scenes import ScenePreprocessing
 from aphq.engine.folder import RunFolder
 from aphq.engine.loop import matmul_precision
@@ -35,8 +35,12 @@ from aphq.models.loading import load_model, model_fingerprint
 from aphq.models.student import finalise, make_student
 from aphq.presets import preset
 from aphq.recipe import BlockReconstruction, JointTuning, MlpReconstruction, Recipe
+from aphq.runtimes.session import SUFFIXES, ExportedModel, open_exported
 from aphq.stages import RUN_STAGE
-from aphq.tasks import Task, task_of
+from aphq.tasks import TASKS, Task, task_of
+
+if TYPE_CHECKING:
+    from aphq.export import Exported
 
 log = logging.getLogger(__name__)
 GIB = 2**30
@@ -54,6 +58,7 @@ class Run:
     accuracy: dict[str, Any] = field(default_factory=dict)  # "float" and "quantized", if labels were given
     agreement: float | None = None  # per cent of equal predictions
     resumed: bool = False
+    images: Images | None = None  # what it was calibrated on
 
     @property
     def coverage(self) -> list[Coverage]:
@@ -70,6 +75,13 @@ class Run:
             "agreement": self.agreement,
             "float_layers": [row.name for row in self.coverage if row.note],
         }
+
+    def export(self, to: str = "onnx", *, out: str | Path | None = None, data: Any = None, **options: Any) -> Exported:
+        """Write the model for another runtime, into the run folder unless `out` says so; see `aphq.export.export`."""
+        from aphq.export import export
+
+        target = self.path / "model" if out is None and self.path is not None else out
+        return export(self.model, to, out=target, data=self.images if data is None else data, **options)
 
     def recall(self, earlier: dict[str, Any], task: Task) -> None:
         """Take over what an earlier, finished run of the same folder measured."""
@@ -153,7 +165,7 @@ def quantize(
         ranks.require_same("a recipe, a model or images", json.dumps(identity, sort_keys=True))
         resumed = ranks.decide(folder.claim(identity))
         folder.event("resumed" if resumed else "started", device=str(target), images=len(images))
-        run = Run(teacher, chosen, folder.path, resumed=resumed)
+        run = Run(teacher, chosen, folder.path, resumed=resumed, images=images)
         if ranks.decide(resumed and folder.path is not None and (folder.path / CONFIG).exists()):
             assert folder.path is not None
             run.model = load(folder.path, target)
@@ -175,6 +187,8 @@ def quantize(
             return run
         if folder.path is not None:
             run.sizes = save(run.model, folder.path)
+            if isinstance(images, CalibrationSet):
+                folder.keep_sample(images.images)
             _verify(run, task, units, preprocessing, target)
         if labelled is not None:
             _measure(run, task, teacher, labelled, preprocessing, target, progress, val_limit)
@@ -192,6 +206,7 @@ def evaluate(
     model: nn.Module | str | Path,
     val: Any,
     *,
+    runtime: str | None = None,
     preprocessing: Preprocessing | ScenePreprocessing | None = None,
     device: str | torch.device = "auto",
     batch: int = 50,
@@ -199,18 +214,41 @@ def evaluate(
     progress: Callable[[int], None] | None = None,
     keep: Callable[[Any], None] | None = None,
 ) -> Any:
-    """Top-1 and top-5 (`Accuracy`) of a model or of a saved run on labelled images, or the box and mask AP of a
-    detector (`DetectionAccuracy`) on (instances.json, folder of images); `keep` then gets every detection."""
-    target = resolve_device(device)
+    """Top-1 and top-5 (`Accuracy`) of a model, a saved run or an exported file on labelled images, or the box and mask
+    AP of a detector (`DetectionAccuracy`) on (instances.json, folder of images); `keep` then gets every detection.
+
+    runtime: what runs a .onnx or .xml file, "onnxruntime" or "openvino"; for a run folder "simulated" or "int8".
+    """
     if isinstance(model, (str, Path)):
-        model = load(model, target)
+        model = open_model(model, runtime)
+    target = resolve_device("cpu" if isinstance(model, ExportedModel) else device)
     info = info_of(model)
-    task = task_of(architecture_of(model) if info is None else architecture_named(info.family))
-    chosen = preprocessing or (info.preprocessing if info else task.preprocessing_of(model))
+    task = task_for(model)
+    chosen = preprocessing or (info.preprocessing if info else preprocessing_of(model))
     options: dict[str, Any] = {"batch": batch, "limit": limit, "progress": progress, "keep": keep}
     data = task.labelled(val, model)
     found = task.measure({"model": model.to(target).eval()}, data, chosen, device=target, **options)
     return found.accuracy["model"]
+
+
+def open_model(path: str | Path, runtime: str | None = None) -> nn.Module:
+    """A run folder or an exported file as a module that takes images and gives logits."""
+    if Path(path).suffix in SUFFIXES:
+        return open_exported(path, runtime or "onnxruntime" if Path(path).suffix == ".onnx" else runtime or "openvino")
+    return load(path, runtime=runtime or "simulated")
+
+
+def task_for(model: nn.Module) -> Task:
+    """What a model is for; exported files are classifiers."""
+    if isinstance(model, ExportedModel):
+        return TASKS["classification"]
+    info = info_of(model)
+    return task_of(architecture_of(model) if info is None else architecture_named(info.family))
+
+
+def preprocessing_of(model: nn.Module) -> Any:
+    """What a model that is not quantized, or was exported, expects of its input."""
+    return model.preprocessing if isinstance(model, ExportedModel) else task_for(model).preprocessing_of(model)
 
 
 def resolve_recipe(recipe: Recipe | str, effort: str) -> Recipe:

@@ -23,3 +23,11 @@ class RunError(AphqError):
 
 class ArtifactError(AphqError):
     """A saved model that cannot be written or read."""
+
+
+class ExportError(AphqError):
+    """A model that cannot be exported, or an exported file that does not compute what it should."""
+
+
+class RuntimeMissingError(AphqError):
+    """A runtime that is not installed; the message names the extra that brings it."""

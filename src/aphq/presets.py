@@ -34,6 +34,7 @@ from aphq.typed import nearest
 
 Effort = Literal["fast", "balanced", "paper", "best"]
 PRESETS = ("w8a8", "w6a6", "w4a8", "w4a4", "w3a3")
+EIGHT_BITS = 8  # as wide as the integers of the kernels: a zero-point of its own would no longer fit beside the codes
 LOW_BITS = 4  # up to here activations lack the levels for GELU's long flat tail, and MLP reconstruction pays
 
 
@@ -48,11 +49,19 @@ def preset(bits: str, effort: Effort | str = "balanced", *, seed: int = 3407) ->
     return Recipe(
         name=f"{bits.lower()}-{effort}",
         seed=seed,
-        weights=Weights(bits=weight_bits),
-        activations=Activations(bits=activation_bits),
+        weights=Weights(bits=weight_bits, symmetric=weight_bits == EIGHT_BITS),
+        activations=_activations(activation_bits),
         calibration=Calibration(images=128 if effort == "fast" else 1024, augment=effort == "paper"),
         stages=_stages(weight_bits, activation_bits, effort),
     )
+
+
+def _activations(bits: int) -> Activations:
+    """At eight bits q, k and v take one symmetric scale each, as integer kernels want it, at no cost in accuracy; below
+    that every level counts."""
+    if bits < EIGHT_BITS:
+        return Activations(bits=bits)
+    return Activations(bits=bits, attention="tensor", attention_symmetric=True)
 
 
 def round_to_nearest(bits: str) -> Recipe:

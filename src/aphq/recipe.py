@@ -41,6 +41,7 @@ class Activations:
     symmetric: bool = False
     attention: Literal["head", "tensor"] = "head"  # scales of q, k, softmax and v: one per head, or one for all
     image_bits: int | None = 8  # the input picture itself; it was made of 8-bit pixels
+    attention_symmetric: bool = False  # q, k and v with their zero-points in the middle, as int8 kernels want them
 
 
 @dataclass(frozen=True)

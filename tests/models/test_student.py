@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from aphq.errors import RecipeError
 from aphq.models import architecture_of
 from aphq.models.student import enable, finalise, make_student, swap_activation
+from aphq.presets import preset
 from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedLinear, QuantizedProduct, quantizers
 from aphq.recipe import Activations, Override, Recipe, Weights
 
@@ -122,3 +123,12 @@ def test_float_recipes_give_a_student_without_quantizers(tiny_vit: Any, images: 
     assert any(isinstance(m, QuantizedProduct) for m in student.modules())
     finalise(student)
     assert torch.equal(student(images), tiny_vit(images))
+
+
+def test_symmetric_attention_leaves_the_softmax_alone(tiny_vit: nn.Module) -> None:
+    architecture = architecture_of(tiny_vit)
+    student = make_student(tiny_vit, architecture, architecture.units(tiny_vit), preset("w8a8"))
+    attention: Any = student.get_submodule("blocks.0.attn")
+    operands = (attention.qk.left, attention.qk.right, attention.pv.left, attention.pv.right)
+    assert [operand.symmetric for operand in operands] == [True, True, False, True]
+    assert not attention.proj.input_quantizer.symmetric

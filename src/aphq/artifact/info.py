@@ -9,6 +9,7 @@ from torch import nn
 
 from aphq.data.preprocessing import Preprocessing
 from aphq.data.scenes import ScenePreprocessing
+from aphq.errors import ExportError
 from aphq.recipe import Recipe
 
 ATTRIBUTE = "quantization"
@@ -34,3 +35,13 @@ def attach(model: nn.Module, info: QuantizationInfo) -> None:
 def info_of(model: nn.Module) -> QuantizationInfo | None:
     """The info of a quantized model, None for any other module."""
     return getattr(model, ATTRIBUTE, None)
+
+
+def classifier_input(model: nn.Module) -> Preprocessing:
+    """The images that a quantized classifier takes; detectors cannot leave PyTorch yet."""
+    info = info_of(model)
+    if info is None:
+        raise ExportError(f"this {type(model).__name__} was not quantized by aphq; export what aphq.quantize gave")
+    if not isinstance(info.preprocessing, Preprocessing):
+        raise ExportError(f"only classifiers can be exported and timed; this is a {info.family}")
+    return info.preprocessing

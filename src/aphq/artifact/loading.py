@@ -25,10 +25,18 @@ from aphq.quant.packing import unpack
 from aphq.quant.quantizer import Quantizer
 from aphq.recipe import Recipe
 from aphq.tasks import task_of
+from aphq.typed import nearest
+
+RUNTIMES = ("simulated", "int8")
 
 
-def load(path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
-    """The quantized model saved in the folder `path`, in eval mode."""
+def load(path: str | Path, device: torch.device | str = "cpu", *, runtime: str = "simulated") -> nn.Module:
+    """The quantized model saved in the folder `path`, in eval mode.
+
+    runtime: "simulated" passes float tensors through the integers' values, and can go on being quantized or exported;
+    "int8" multiplies real integers, for use on a CPU with VNNI or on a GPU."""
+    if runtime not in RUNTIMES:
+        raise ArtifactError(f"there is no runtime {runtime!r}: {nearest(runtime, RUNTIMES)}")
     folder = Path(path)
     config = read_config(folder)
     tensors = _read_tensors(folder, config)
@@ -48,6 +56,10 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
         raise ArtifactError(f"{folder} does not hold a usable model: {reason}") from None
     finalise(model)
     attach(model, info)
+    if runtime == "int8":
+        from aphq.runtimes.int8 import to_int8
+
+        model = to_int8(model)
     return model.to(device)
 
 

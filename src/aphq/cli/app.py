@@ -115,12 +115,16 @@ def quantize(
 @app.command(name="eval")
 @guarded
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: Annotated[Path, typer.Argument(help="A run folder, or an exported .onnx or .xml file.")],
     val: Annotated[Path | None, typer.Option(help="Labelled images, a folder per class.")] = None,
     coco: Annotated[Path | None, typer.Option(help="For a detector: a COCO instances file ...")] = None,
     images: Annotated[Path | None, typer.Option(help="... and the folder of its images.")] = None,
     detections: Annotated[
         Path | None, typer.Option(help="For a detector: also write what it finds here, as COCO results.")
+    ] = None,
+    runtime: Annotated[
+        str | None,
+        typer.Option(help="onnxruntime or openvino for an exported file; simulated or int8 for a run folder."),
     ] = None,
     limit: Annotated[int | None, typer.Option(help="This many images, spread over the classes.")] = None,
     batch: Annotated[int, typer.Option(help="Images per forward pass.")] = 50,
@@ -132,21 +136,17 @@ def evaluate(
     from dataclasses import asdict
 
     from aphq.api import evaluate as run_evaluate
-    from aphq.artifact import info_of, load
+    from aphq.api import open_model, task_for
     from aphq.cli.console import open_progress
     from aphq.cli.detections import write_detections
     from aphq.cli.options import labels_from
     from aphq.errors import DataError
-    from aphq.models.architecture import architecture_named
-    from aphq.tasks import task_of
 
     wanted = labels_from(val, coco, images)
     if wanted is None:
         raise DataError("nothing to measure on: give --val FOLDER, or --coco FILE and --images FOLDER for a detector")
-    model = load(run)
-    info = info_of(model)
-    assert info is not None
-    labelled = task_of(architecture_named(info.family)).labelled(wanted, model)
+    model = open_model(run, runtime)
+    labelled = task_for(model).labelled(wanted, model)
     with open_progress() as progress, write_detections(detections) as options:
         progress.start("evaluation", min(len(labelled), limit or len(labelled)))
         options = {**options, "device": device, "batch": batch, "limit": limit}
@@ -177,6 +177,61 @@ def predict(
     found = predict_and_draw(run, image, out, weights=weights, threshold=score, coco=coco, device=device)
     counts = ", ".join(f"{len(objects)} by the {name} detector" for name, objects in found.items())
     _say({"out": str(out), "found": found} if as_json else f"{counts}; drawn in {out}")
+
+
+@app.command()
+@guarded
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    to: Annotated[
+        str, typer.Option(help="onnx, openvino (its own format) or torch (a torch.export program).")
+    ] = "onnx",
+    out: Annotated[
+        Path | None, typer.Option(help="The file; model.onnx and so on in the run folder if left out.")
+    ] = None,
+    tuned_for: Annotated[
+        str, typer.Option("--for", help="any, or onnxruntime or openvino: the runtime to shape an ONNX graph for.")
+    ] = "any",
+    batch: Annotated[str, typer.Option(help="Images per run of the file, or any.")] = "1",
+    data: Annotated[Path | None, typer.Option(help="Images to compare on, instead of those the run kept.")] = None,
+    images: Annotated[int, typer.Option(help="How many of them.")] = 32,
+    force: Annotated[bool, typer.Option("--force", help="Write it even if it does not match.")] = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write the model for another runtime, if it computes there what it does here."""
+    from aphq.cli.options import batch_size
+    from aphq.export import export as run_export
+
+    size = batch_size(batch)
+    found = run_export(run, to, out=out, data=data, images=images, batch=size, tuned_for=tuned_for, force=force)
+    _say(found.to_dict() if as_json else found.summary())
+
+
+@app.command()
+@guarded
+def bench(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    runtime: Annotated[
+        list[str] | None,
+        typer.Option(help="onnxruntime, openvino, pytorch; repeat for more. All there are if left out."),
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads of every runtime.")] = 1,
+    batch: Annotated[int, typer.Option(help="Images per run.")] = 1,
+    float_: Annotated[bool, typer.Option("--float", help="Measure the float model beside it, and the ratio.")] = False,
+    seconds: Annotated[float, typer.Option(help="How long to measure, all together.")] = 20.0,
+    memory: Annotated[bool, typer.Option(help="Measure memory too, each model in a process of its own.")] = True,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure latency, throughput, file size and memory, all models by turns in one process."""
+    from aphq.bench import bench as run_bench
+    from aphq.bench import bench_text
+
+    found = run_bench(
+        run, runtimes=runtime, threads=threads, batch=batch, with_float=float_, seconds=seconds, memory=memory
+    )
+    _say([row.to_dict() for row in found] if as_json else bench_text(found))
 
 
 @app.command()

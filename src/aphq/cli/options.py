@@ -80,6 +80,15 @@ def scene_rules(model: Any, short_side: int | None) -> ScenePreprocessing | None
     return ScenePreprocessing(short_side, round(short_side * usual.longest / usual.shortest))
 
 
+def batch_size(text: str) -> int | None:
+    """`any` -> None; a number -> that many images."""
+    if text == "any":
+        return None
+    if not text.isdecimal():
+        raise RecipeError(f"expected a number of images or `any`, got {text!r}")
+    return int(text)
+
+
 def is_first_process() -> bool:
     """Of those that `torchrun` started; the others keep quiet."""
     return os.environ.get("RANK", "0") == "0"

@@ -4,6 +4,7 @@ run.json                        identity: recipe, model, images; a run only cont
 events.jsonl                    one JSON object per line, with a time
 checkpoints/STAGE/UNIT.safetensors
 recipe.yaml, config.json, model.safetensors, result.json     written at the end
+sample.safetensors              a few calibration images, as the model sees them, to compare exports on
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from aphq.engine.files import write_json, write_tensors, write_text
 from aphq.errors import RunError
 from aphq.recipe import Recipe, differences
 
+SAMPLE, SAMPLE_IMAGES = "sample.safetensors", 16
 NOT_IDENTITY = ("aphq",)  # may differ between the start and the continuation
 
 
@@ -110,6 +112,25 @@ class RunFolder:
     def write_result(self, result: Mapping[str, Any]) -> None:
         if self.path is not None and self.writes:
             write_json(self.path / "result.json", result)
+
+    def keep_sample(self, images: Tensor) -> None:
+        """Keep the first calibration images."""
+        if self.path is not None and self.writes:
+            write_tensors(self.path / SAMPLE, {"images": images[:SAMPLE_IMAGES]})
+
+    @staticmethod
+    def sample_in(path: Path) -> Tensor | None:
+        """What `keep_sample` kept: uint8 pixels, or floats that are normalised already."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        file = path / SAMPLE
+        if not file.is_file():
+            return None
+        try:
+            return load_file(file)["images"]
+        except (SafetensorError, OSError, ValueError, KeyError) as problem:
+            raise RunError(f"{file} is damaged ({problem}); remove it and pass images with --data") from None
 
     def drop_checkpoints(self) -> None:
         """The artifact holds all they held."""

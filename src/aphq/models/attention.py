@@ -70,7 +70,11 @@ def probabilities(scores: Tensor, factor: float, bias: Tensor | None) -> Tensor:
     if factor != 1:
         scores = scores * factor
     if bias is not None:
-        scores = (scores.unflatten(0, (-1, len(bias))) + bias).flatten(0, 1)
+        batch = scores.shape[0]
+        if len(bias) == 1 or (isinstance(batch, int) and batch == len(bias)):  # an unknown batch is not compared
+            scores = scores + bias
+        else:
+            scores = (scores.unflatten(0, (-1, len(bias))) + bias).flatten(0, 1)
     return scores.softmax(dim=-1)
 
 

@@ -20,7 +20,7 @@ from aphq.quant.layers import (
     quantized_sites,
 )
 from aphq.quant.quantizer import Quantizer
-from aphq.recipe import Recipe
+from aphq.recipe import Activations, Recipe
 from aphq.typed import nearest
 
 LAYERS: dict[type, Any] = {
@@ -28,6 +28,7 @@ LAYERS: dict[type, Any] = {
     nn.Conv2d: QuantizedConv2d,
     nn.ConvTranspose2d: QuantizedConvTranspose2d,
 }
+SOFTMAX_PRODUCT = ".pv"  # what `OpenAttention` calls softmax times v
 
 
 def make_student(model: nn.Module, architecture: Architecture, units: Sequence[Unit], recipe: Recipe) -> nn.Module:
@@ -46,10 +47,16 @@ def make_student(model: nn.Module, architecture: Architecture, units: Sequence[U
             _, bits = recipe.bits_for(name)
             shape = (module.heads, 1, 1) if recipe.activations.attention == "head" else (1,)
             if bits is not None:
-                module.left = Quantizer(bits, recipe.activations.symmetric, shape)
-                module.right = Quantizer(bits, recipe.activations.symmetric, shape)
+                module.left, module.right = _operands(recipe.activations, name, bits, shape)
     _check_patterns(student, recipe)
     return student.requires_grad_(False).eval()
+
+
+def _operands(settings: Activations, name: str, bits: int, shape: tuple[int, ...]) -> tuple[Quantizer, Quantizer]:
+    """Of an attention product; the softmax is the left operand of the second one."""
+    plain = settings.symmetric or settings.attention_symmetric
+    left = settings.symmetric if name.endswith(SOFTMAX_PRODUCT) else plain  # half its codes would never be used
+    return Quantizer(bits, left, shape), Quantizer(bits, plain, shape)
 
 
 def _quantized_layer(module: Any, name: str, recipe: Recipe, sees_image: bool) -> QuantizedLayer:

@@ -12,4 +12,4 @@ def task_of(architecture: Architecture) -> Task:
     return TASKS[architecture.task]
 
 
-__all__ = ["Task", "task_of"]
+__all__ = ["TASKS", "Task", "task_of"]

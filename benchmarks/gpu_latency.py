@@ -1,0 +1,124 @@
+"""W8A8 on a GPU against bf16: int8 products of `torch._int_mm`, eager and compiled, by turns in one process.
+
+    python benchmarks/gpu_latency.py --model deit_small_patch16_224 --batch 256 --out results/gpu_latency.jsonl
+
+Weights and images are random: time does not depend on them. Times are of CUDA events, one run of each model per round.
+`int8` is the artifact as `aphq.load(path, "cuda", runtime="int8")` runs it: integer layers, attention simulated in
+float32. `int8 layers, bf16 between` leaves attention unquantized in bf16's fused kernel: not the same model, but what
+the integer layers alone would gain. `error` is the distance of the logits from the simulation. A variant that cannot
+be compiled or run is reported with its error instead of a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="deit_small_patch16_224")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="a JSON lines file to append to")
+    args = parser.parse_args()
+    line = measure(args)
+    with open(args.out, "a") as handle:
+        handle.write(json.dumps(line) + "\n")
+    print(json.dumps(line, indent=1))
+
+
+def measure(args: argparse.Namespace) -> dict:
+    import copy
+
+    import timm
+    import torch
+
+    import aphq
+    from aphq.presets import round_to_nearest
+    from aphq.runtimes.int8 import to_int8
+
+    torch.manual_seed(0)
+    model = timm.create_model(args.model).eval()
+    recipe = round_to_nearest("w8a8").with_value("calibration.images", 8).with_value("scale_search.images", 8)
+    simulated = aphq.quantize(model, recipe, torch.randn(8, 3, 224, 224)).model
+    images = torch.randn(args.batch, 3, 224, 224, device="cuda")
+    integer = to_int8(copy.deepcopy(simulated)).cuda()
+    half = copy.deepcopy(model).cuda().bfloat16()
+    between = in_bf16(copy.deepcopy(integer))
+    variants = {
+        "float32": (model.cuda(), images, False),
+        "bf16": (half, images.bfloat16(), False),
+        "bf16 compiled": (half, images.bfloat16(), True),
+        "int8": (integer, images, False),
+        "int8 compiled": (integer, images, True),
+        "int8 layers, bf16 between": (between, images.bfloat16(), False),
+        "int8 layers, bf16 between, compiled": (between, images.bfloat16(), True),
+    }
+    ready, rows = {}, {}
+    with torch.inference_mode():
+        expected = simulated.cuda()(images[:8])
+        for name, (one, pixels, compiled) in variants.items():
+            try:
+                call = torch.compile(one, mode="max-autotune") if compiled else one
+                for _ in range(5):
+                    out = call(pixels)
+                ready[name] = (call, pixels)
+                rows[name] = {"error": round(float((out[:8].float() - expected).norm() / expected.norm()), 4)}
+            except Exception as problem:
+                rows[name] = {"failed": " ".join(str(problem).split())[:300]}
+        for name, times in race(ready, args.rounds).items():
+            middle = statistics.median(times)
+            rows[name] |= {"ms": round(middle, 3), "images_per_second": round(1000 * args.batch / middle)}
+    best = rows["bf16 compiled"].get("ms")
+    for row in rows.values():
+        if best and "ms" in row:
+            row["over_bf16_compiled"] = round(best / row["ms"], 3)
+    return {
+        "model": args.model,
+        "batch": args.batch,
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "rounds": args.rounds,
+        "rows": rows,
+    }
+
+
+def in_bf16(model):
+    """All but the integer layers in bf16, attention not quantized."""
+    import torch
+
+    from aphq.quant.layers import QuantizedProduct
+    from aphq.runtimes.int8 import Int8Linear
+
+    kept = set()
+    for module in model.modules():
+        if isinstance(module, QuantizedProduct):
+            module.left = module.right = None
+        elif isinstance(module, Int8Linear):
+            kept |= {id(tensor) for tensor in module.buffers()}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in kept and tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.bfloat16)
+    return model
+
+
+def race(ready, rounds: int) -> dict:
+    import torch
+
+    times = {name: [] for name in ready}
+    for _ in range(rounds):
+        for name, (call, pixels) in ready.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call(pixels)
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(start.elapsed_time(end))
+    return times
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""`--to openvino`: OpenVINO's own format, a .xml with the graph and a .bin with the weights beside it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from aphq.engine.files import write_atomically
+from aphq.export.onnx_file import build, literal
+from aphq.export.registry import Draft, Options, register
+from aphq.extras import require
+from aphq.runtimes.batches import in_batches
+from aphq.runtimes.openvino import SECTION, settings
+
+
+@register("openvino")
+class OpenVinoExporter:
+    suffix = ".xml"
+
+    def draft(self, model: nn.Module, images: Tensor, options: Options) -> Draft:
+        """By way of ONNX, in the shape that OpenVINO likes best unless told otherwise."""
+        openvino = require("openvino")
+        if options.tuned_for == "any":
+            options = Options(options.batch, "openvino")
+        core = openvino.Core()
+        graph = core.read_model(build(model, images, options).SerializeToString())
+        request = core.compile_model(graph, "CPU", settings(None)).create_infer_request()
+        fused = partial(in_batches, lambda pixels: request.infer({0: pixels})[0], batch=options.batch)
+        return Draft({"openvino": fused}, partial(_write, openvino, graph), partial(literal, model, options))
+
+
+def _write(openvino: Any, graph: Any, path: Path, metadata: dict[str, str]) -> list[Path]:
+    for key, value in metadata.items():
+        graph.set_rt_info(value, [SECTION, key])
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder) / path.name
+        openvino.save_model(graph, draft, compress_to_fp16=False)  # half precision would be another model
+        # the weights first: a graph without them is worse than weights without a graph
+        files = [path.with_suffix(".bin"), path]
+        for file in files:
+            write_atomically(file, partial(shutil.copyfile, draft.with_suffix(file.suffix)))
+    return files[::-1]

@@ -1,0 +1,111 @@
+"""The gate: an export is written only if it computes what the fake-quantized model does, on real images.
+
+First the graph as it stands, operator by operator and unit by unit: each unit gets the input that the fake-quantized
+model gives it, and must give the same output. Unit by unit, because float arithmetic in another order pushes a few
+values over the edge between two codes, where they move by a whole step, and a dozen units on the whole network differs
+by as much as rounding ever cost it, though every operator is right. Then the whole model as each runtime fuses it; how
+far its logits may be off is measured too, as the distance between the simulation in float32 and the same in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aphq.errors import ExportError
+from aphq.export.registry import Predict
+from aphq.models.architecture import Step, Unit
+
+UNIT_ERROR = 0.02  # of any unit, operator by operator; an int32 bias, rounded to a step of the sum, costs most of it
+FUSED_ERROR = 0.1  # of the whole model, as a runtime fuses it ...
+FUSED_RATIO = 1.5  # ... or so many times what the simulation in float64 is off
+
+
+@dataclass(frozen=True)
+class Match:
+    """How one way of running an export compares with the fake-quantized model."""
+
+    error: float  # distance of the outputs, relative to their size, of the median image
+    allowed: float
+    agreement: float | None = None  # per cent of images with the same top prediction, of whole models
+    where: str = ""  # the unit with the largest error
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it, which has no infinity."""
+        plain = {**asdict(self), "passed": self.passed}
+        return {key: str(value) if value in (math.inf, -math.inf) else value for key, value in plain.items()}
+
+    def text(self) -> str:
+        found = f"error {self.error:.2g}"
+        found += f" (allowed {self.allowed:.2g})" if math.isfinite(self.allowed) else ""
+        found += f" in {self.where}" if self.where else ""
+        found += "" if self.agreement is None else f", top-1 agreement {self.agreement:.1f} %"
+        return found if self.passed else f"{found}: FAILED"
+
+
+@dataclass(frozen=True)
+class Parity:
+    """All ways, on the same images."""
+
+    images: int
+    matches: dict[str, Match]
+
+    @property
+    def passed(self) -> bool:
+        return all(match.passed for match in self.matches.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        each = {name: match.to_dict() for name, match in self.matches.items()}
+        return {"images": self.images, "passed": self.passed, **each}
+
+    def text(self) -> str:
+        """A line for each way."""
+        return "\n".join(f"  {name:<12} {match.text()}" for name, match in self.matches.items())
+
+
+@torch.no_grad()
+def compare_units(
+    model: nn.Module, units: Sequence[Unit], images: Tensor, part: Callable[[Step, Tensor], Predict]
+) -> Match:
+    """The unit that differs most; `part(step, sample)` gives the export of one step, run operator by operator."""
+    worst, x = Match(-1.0, UNIT_ERROR), images
+    for unit in units:
+        step = _step(unit)
+        expected = step(model, x)
+        error, _ = _distance(expected, part(step, x)(x))
+        if not error <= worst.error:  # also where it is not a number
+            worst = Match(error, UNIT_ERROR, where=unit.name)
+        x = expected
+    return worst
+
+
+def _step(unit: Unit) -> Step:
+    return lambda model, x: unit.bridge(model, unit.run(model, x))
+
+
+@torch.no_grad()
+def compare_whole(expected: Tensor, got: Tensor, own: Match | None = None) -> Match:
+    """Logits against logits; `own` is how the simulation compares with itself."""
+    error, finite = _distance(expected, got)
+    agreed = 100 * float((got.argmax(1) == expected.argmax(1)).float().mean()) if finite else 0.0
+    return Match(error, math.inf if own is None else max(FUSED_ERROR, FUSED_RATIO * own.error), agreed)
+
+
+def _distance(expected: Tensor, got: Tensor) -> tuple[float, bool]:
+    """(of the median image, whether all of it is finite)"""
+    if got.shape != expected.shape:
+        raise ExportError(f"the export gives outputs of shape {list(got.shape)} instead of {list(expected.shape)}")
+    if not torch.isfinite(got).all():
+        return math.inf, False
+    expected, got = expected.flatten(1), got.flatten(1)
+    distances = (got - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-12)
+    return float(distances.median()), True

@@ -1,0 +1,45 @@
+"""`--to torch`: a `torch.export` program with int8 weights and integer products, for PyTorch without this package."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aphq.engine.files import write_atomically
+from aphq.errors import ExportError
+from aphq.export.registry import Draft, Options, register
+from aphq.runtimes.int8 import to_int8
+
+
+@register("torch")
+class TorchExporter:
+    suffix = ".pt2"
+
+    def draft(self, model: nn.Module, images: Tensor, options: Options) -> Draft:
+        if options.tuned_for != "any":
+            raise ExportError(f"a torch.export program cannot be tuned for {options.tuned_for}")
+        sample = torch.zeros(options.batch or 2, *images.shape[1:])
+        dims = ({0: torch.export.Dim("batch")},) if options.batch is None else None
+        with torch.no_grad():
+            program = torch.export.export(to_int8(copy.deepcopy(model)), (sample,), dynamic_shapes=dims, strict=False)
+        return Draft({"torch": partial(_predict, program.module(), options.batch)}, partial(_write, program))
+
+
+def _predict(module: Any, batch: int | None, images: Tensor) -> Tensor:
+    from aphq.runtimes.batches import in_batches
+
+    return in_batches(lambda pixels: module(torch.from_numpy(pixels)).numpy(), images, batch)
+
+
+def _write(program: torch.export.ExportedProgram, path: Path, metadata: dict[str, str]) -> list[Path]:
+    def save(temporary: Path) -> None:
+        with open(temporary, "wb") as handle:
+            torch.export.save(program, handle, extra_files=dict(metadata))
+
+    write_atomically(path, save)
+    return [path]

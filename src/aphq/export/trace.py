@@ -1,0 +1,135 @@
+"""A model as a list of float operations with its quantized layers and products left whole.
+
+`torch.export` records the forward pass; every quantized layer and attention product is replaced before by one opaque
+operation that carries the module's name. What is left between them (LayerNorm, softmax, reshapes, window shifts) is
+plain aten, whatever the family, so an exporter translates some thirty operations and three kinds of sites, and knows
+no model.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aphq.errors import ExportError
+from aphq.models.architecture import Step
+from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedProduct, quantized_sites
+
+Site = QuantizedLayer | QuantizedProduct
+
+
+@torch.library.custom_op("aphq::layer", mutates_args=())
+def layer_site(x: Tensor, shape: list[int], site: str) -> Tensor:
+    """Stands for a linear layer or convolution; `shape` is the output's without the batch."""
+    return x.new_zeros(x.shape[0], *shape)
+
+
+@layer_site.register_fake
+def _(x: Tensor, shape: list[int], site: str) -> Tensor:
+    return x.new_empty(x.shape[0], *shape)
+
+
+@torch.library.custom_op("aphq::product", mutates_args=())
+def product_site(left: Tensor, right: Tensor, site: str) -> Tensor:
+    return left @ right
+
+
+@product_site.register_fake
+def _(left: Tensor, right: Tensor, site: str) -> Tensor:
+    return left @ right
+
+
+class _LayerSite(nn.Module):
+    def __init__(self, layer: QuantizedLayer, name: str) -> None:
+        super().__init__()
+        self.name, self.features = name, layer.weight.shape[0]
+        self.window = _window(layer, name) if isinstance(layer, QuantizedConv2d) else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.window is None:
+            shape = [*x.shape[1:-1], self.features]
+        else:
+            shape = [self.features, *(self._positions(x.shape[2 + axis], axis) for axis in (0, 1))]
+        out: Tensor = torch.ops.aphq.layer(x, shape, self.name)
+        return out
+
+    def _positions(self, side: int, axis: int) -> int:
+        """How many places the kernel takes along a side."""
+        assert self.window is not None
+        kernel, stride, padding, dilation = (pair[axis] for pair in self.window)
+        return (side + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+
+
+def _window(layer: QuantizedConv2d, name: str) -> tuple[Any, ...]:
+    padding = (0, 0) if layer.padding == "valid" else layer.padding
+    if isinstance(padding, str):
+        raise ExportError(f"the convolution {name!r} has padding {padding!r}; supported: numbers and 'valid'")
+    return layer.kernel_size, layer.stride, padding, layer.dilation
+
+
+class _ProductSite(QuantizedProduct):
+    def __init__(self, heads: int, name: str) -> None:
+        super().__init__(heads)
+        self.name = name
+
+    @property
+    def active(self) -> bool:
+        return True  # a fused float kernel would swallow the site
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        out: Tensor = torch.ops.aphq.product(left, right, self.name)
+        return out
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The operations, and the modules that the sites in them stand for."""
+
+    program: torch.export.ExportedProgram
+    sites: dict[str, Site]
+
+    def constants(self) -> dict[str, Tensor]:
+        """The tensors behind the graph's placeholders, by placeholder name; the image's is not among them."""
+        found: dict[str, Tensor] = {}
+        for spec in self.program.graph_signature.input_specs:
+            if spec.target is not None:
+                state = self.program.state_dict if spec.target in self.program.state_dict else self.program.constants
+                value = state[spec.target]
+                assert isinstance(value, Tensor)
+                found[spec.arg.name] = value.detach()
+        return found
+
+
+class _Part(nn.Module):
+    """One step of a model as a model."""
+
+    def __init__(self, model: nn.Module, step: Step) -> None:
+        super().__init__()
+        self.model, self.step = model, step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.step(self.model, x)
+
+
+def trace(model: nn.Module, sample: Tensor, dynamic_batch: bool = False, step: Step | None = None) -> Trace:
+    """Record `model`, or one `step` of it, on inputs of this shape; with `dynamic_batch` the first dimension may take
+    any size."""
+    sites = dict(quantized_sites(model))
+    stand_ins: dict[int, Any] = {
+        id(site): _LayerSite(site, name) if isinstance(site, QuantizedLayer) else _ProductSite(site.heads, name)
+        for name, site in sites.items()
+    }
+    shell = copy.deepcopy(model, stand_ins)  # a copy that has the stand-in wherever the site was
+    part = shell if step is None else _Part(shell, step)
+    dims = ({0: torch.export.Dim("batch")},) if dynamic_batch else None
+    try:
+        with torch.no_grad():
+            program = torch.export.export(part, (sample,), dynamic_shapes=dims, strict=False)
+    except Exception as problem:  # the tracer's errors have no common base
+        reason = " ".join(str(problem).split())[:300]
+        raise ExportError(f"cannot record the forward pass of this {type(model).__name__}: {reason}") from problem
+    return Trace(program, sites)

@@ -1,0 +1,1 @@
+"""Running exported files, and running the artifact itself as integers in PyTorch."""

@@ -1,0 +1,192 @@
+"""The gate, the files it lets through, and what runs them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aphq
+from aphq.errors import ExportError, RunError, RuntimeMissingError
+from aphq.export import export, sites
+from aphq.export.metadata import preprocessing_from
+from aphq.runtimes.session import open_exported
+
+from ..runs import pixels
+from .exports import normalised, relative, small_run
+
+onnx = pytest.importorskip("onnx")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_run().export("onnx", out=tmp_path_factory.mktemp("exported") / "model").path
+
+
+def test_an_export_is_compared_and_written(tmp_path: Path) -> None:
+    found = small_run().export("onnx", out=tmp_path / "small.onnx")
+    assert found.path == tmp_path / "small.onnx"
+    assert found.bytes == found.path.stat().st_size
+    assert not found.forced
+    assert set(found.parity.matches) >= {"reference", "in float64", "onnxruntime"}
+    assert found.parity.passed
+    assert found.parity.images == 16
+    assert all(word in found.summary() for word in ("reference", "onnxruntime", "agreement", "small.onnx"))
+    assert json.dumps(found.to_dict())
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_the_file_runs_and_knows_its_images(file: Path, runtime: str) -> None:
+    pytest.importorskip(runtime)
+    run, model = small_run(), open_exported(file, runtime, threads=1)
+    images = normalised(run.model, 5)
+    assert relative(model(images), run.model(images)) < 0.05
+    assert model.num_classes == 10
+    assert run.images is not None
+    assert model.preprocessing == run.images.preprocessing
+    parity = json.loads(model.metadata["aphq.parity"])
+    assert parity["passed"]
+    assert model.metadata["aphq.recipe"] == "w8a8-fast"
+    with pytest.raises(ExportError, match=r"images of shape \[batch, 3, 32, 32\], got \[5, 3, 16, 16\]"):
+        model(images[:, :, :16, :16])
+
+
+@pytest.mark.parametrize("batch", [2, None])
+def test_other_batches(tmp_path: Path, batch: int | None) -> None:
+    run = small_run()
+    path = run.export("onnx", out=tmp_path / "model", batch=batch).path
+    images = normalised(run.model, 5)  # not a multiple of two
+    for runtime in ("onnxruntime", "openvino"):
+        pytest.importorskip(runtime)
+        assert relative(open_exported(path, runtime)(images), run.model(images)) < 0.05
+
+
+def test_openvino_files(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    run = small_run()
+    found = run.export("openvino", out=tmp_path / "model")
+    assert sorted(file.name for file in found.files) == ["model.bin", "model.xml"]
+    assert found.parity.matches["openvino"].error < 1e-3
+    images = normalised(run.model, 3)
+    model = open_exported(found.path, "openvino")
+    assert relative(model(images), run.model(images)) < 1e-3
+    assert preprocessing_from(model.metadata, "").size == (32, 32)
+    with pytest.raises(ExportError, match="ONNX Runtime cannot run"):
+        open_exported(found.path, "onnxruntime")
+
+
+@pytest.mark.parametrize("batch", [1, None])
+def test_torch_programs(tmp_path: Path, batch: int | None) -> None:
+    run = small_run()
+    found = run.export("torch", out=tmp_path / "model", batch=batch)
+    extra = {"aphq.preprocessing": ""}
+    program = torch.export.load(found.path, extra_files=extra)
+    images = normalised(run.model, batch or 3)
+    assert relative(program.module()(images), run.model(images)) < 1e-4
+    assert json.loads(extra["aphq.preprocessing"])["size"] == [32, 32]
+    kinds = {tensor.dtype for tensor in program.state_dict.values() if tensor.ndim == 2}
+    assert torch.int8 in kinds
+    with pytest.raises(ExportError, match="cannot be tuned"):
+        run.export("torch", out=tmp_path / "model", tuned_for="openvino")
+
+
+def test_a_graph_that_computes_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are a fifth too large in one layer."""
+    run, original = small_run(), sites.weight_format
+
+    def off(layer: Any) -> Any:
+        from dataclasses import replace
+
+        found, wrong = original(layer), run.model.get_parameter("blocks.1.mlp.fc1.weight")
+        return replace(found, scale=found.scale * 1.2) if torch.equal(layer.weight, wrong) else found
+
+    monkeypatch.setattr(sites, "weight_format", off)
+    with pytest.raises(ExportError, match=r"not written \(reference: error .* in blocks.1: FAILED"):
+        run.export("onnx", out=tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+    found = run.export("onnx", out=tmp_path / "model.onnx", force=True)
+    assert found.forced
+    kept = json.loads(open_exported(found.path).metadata["aphq.parity"])
+    assert not kept["passed"]
+    assert kept["reference"]["where"] == "blocks.1"
+    assert "by force" in found.summary()
+
+
+def test_a_run_folder_has_its_own_images(tmp_path: Path, tiny_vit: Any) -> None:
+    from ..runs import short
+
+    out = tmp_path / "run"
+    aphq.quantize(tiny_vit, short("w4a4", "fast"), pixels(), out=out, device="cpu")
+    found = export(out, "onnx")
+    assert found.path == out / "model.onnx"
+    assert found.parity.images == 16
+    (out / "sample.safetensors").unlink()
+    with pytest.raises(ExportError, match="there are none: pass a folder of images"):
+        export(out, "onnx")
+    assert export(out, "onnx", data=pixels(4)).parity.images == 4
+    (out / "sample.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(RunError, match=r"sample\.safetensors is damaged"):
+        export(out, "onnx")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a graph", None])
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_a_damaged_file_is_named(file: Path, tmp_path: Path, content: bytes | None, runtime: str) -> None:
+    pytest.importorskip(runtime)
+    broken = tmp_path / "broken.onnx"
+    broken.write_bytes(file.read_bytes()[:5000] if content is None else content)
+    with pytest.raises(ExportError, match=r"broken\.onnx"):
+        open_exported(broken, runtime)
+
+
+def test_somebody_elses_file_is_named(file: Path, tmp_path: Path) -> None:
+    proto = onnx.load(file)
+    del proto.metadata_props[:]
+    onnx.save(proto, tmp_path / "other.onnx")
+    for runtime in ("onnxruntime", "openvino"):
+        pytest.importorskip(runtime)
+        with pytest.raises(ExportError, match="was not exported by aphq"):
+            open_exported(tmp_path / "other.onnx", runtime)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"to": "onx"}, "cannot export to 'onx'.*onnx"),
+        ({"tuned_for": "openvin"}, "cannot tune for 'openvin'.*openvino"),
+        ({"batch": 0}, "batch must be at least 1"),
+    ],
+)
+def test_wrong_words_are_explained(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ExportError, match=words):
+        small_run().export(**{"to": "onnx", "out": tmp_path / "model", **arguments})
+    with pytest.raises(ExportError, match="there is no file"):
+        open_exported(tmp_path / "none.onnx")
+    (tmp_path / "x.onnx").touch()
+    with pytest.raises(ExportError, match=r"no runtime 'tensorrt'"):
+        open_exported(tmp_path / "x.onnx", "tensorrt")
+
+
+def test_a_float_model_is_not_exported(tiny_vit: Any, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="was not quantized by aphq"):
+        export(tiny_vit, "onnx", out=tmp_path / "x.onnx", data=pixels(4))
+    with pytest.raises(ExportError, match="say where to write"):
+        export(small_run().model, "onnx", data=pixels(4))
+
+
+@pytest.mark.parametrize("library", ["onnx", "onnxruntime", "openvino"])
+def test_a_missing_library_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, file: Path
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, library, None)
+    extra = "openvino" if library == "openvino" else "onnx"
+    message = rf"{library} .*pip install 'aphq\[{extra}\]'"
+    if library != "openvino":
+        with pytest.raises(RuntimeMissingError, match=message):
+            small_run().export("onnx", out=tmp_path / "model")
+    if library != "onnx":
+        with pytest.raises(RuntimeMissingError, match=message):
+            open_exported(file, library)

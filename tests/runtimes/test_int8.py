@@ -1,0 +1,64 @@
+"""The artifact run as integers in PyTorch."""
+
+import copy
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import aphq
+from aphq.errors import ArtifactError
+from aphq.runtimes.int8 import Int8Linear, Int8Patches, to_int8
+
+from ..export.exports import calibrated, normalised, relative, small_run
+
+
+@pytest.mark.parametrize("bits", ["w8a8", "w4a8", "w4a4", "w3a3"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_it_computes_what_the_simulation_does(tiny_vit: nn.Module, bits: str, symmetric: bool) -> None:
+    model = calibrated(tiny_vit, bits, weights__symmetric=symmetric)
+    images = normalised(model, 8)
+    assert relative(to_int8(copy.deepcopy(model))(images), model(images)) < 1e-4
+
+
+def test_swin_and_sizes_that_kernels_do_not_like(tiny_swin: nn.Module, vit) -> None:  # type: ignore[no-untyped-def]
+    for model in (calibrated(tiny_swin), calibrated(vit(num_classes=7, embed_dim=30))):
+        images = normalised(model, 8)
+        assert relative(to_int8(copy.deepcopy(model))(images), model(images)) < 1e-4
+
+
+def test_every_layer_is_integer_and_weights_are_bytes(tiny_vit: nn.Module) -> None:
+    model = to_int8(calibrated(tiny_vit))
+    layers = [module for module in model.modules() if isinstance(module, Int8Linear)]
+    assert len(layers) == 10
+    assert all(layer.weight.dtype == torch.int8 for layer in layers)
+    assert sum(isinstance(module, Int8Patches) for module in model.modules()) == 1
+
+
+def test_what_stays_in_float_is_noted(tiny_vit: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    model = calibrated(tiny_vit, overrides__head=None)
+    images = normalised(model, 8)
+    expected = model(images)
+    with caplog.at_level(logging.WARNING):
+        found = to_int8(model)
+    assert "still in float: head" in caplog.text
+    assert relative(found(images), expected) < 1e-4
+
+
+def test_load_says_how_to_run(tmp_path: Path) -> None:
+    run = small_run()
+    aphq.save(run.model, tmp_path)
+    images = normalised(run.model, 8)
+    assert relative(aphq.load(tmp_path, runtime="int8")(images), run.model(images)) < 1e-4
+    with pytest.raises(ArtifactError, match=r"no runtime 'int9'.*int8"):
+        aphq.load(tmp_path, runtime="int9")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tiny_vit: nn.Module) -> None:
+    model = calibrated(tiny_vit)
+    images = normalised(model, 8)
+    found = to_int8(copy.deepcopy(model)).cuda()(images.cuda()).cpu()
+    assert relative(found, model(images)) < 1e-2
