@@ -35,9 +35,12 @@ SHORT: dict[str, Any] = {
 
 def short(bits: str = "w4a4", effort: str = "balanced", **changes: Any) -> Recipe:
     """A preset cut down to a second; changes by dotted path with `__` for the dot."""
-    recipe = preset(bits, effort)
-    wanted = {**SHORT, **{name.replace("__", "."): value for name, value in changes.items()}}
-    for path, value in wanted.items():
+    return shortened(preset(bits, effort), {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def shortened(recipe: Recipe, changes: dict[str, Any] | None = None) -> Recipe:
+    """A recipe cut down to a second, in the stages it has."""
+    for path, value in {**SHORT, **(changes or {})}.items():
         head = path.split(".")[0]
         if head in STAGES and recipe.stage(head) is None:
             continue

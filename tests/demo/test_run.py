@@ -9,7 +9,7 @@ from aphq.demo.assets import Assets, load_assets
 from aphq.demo.run import demo_recipe, demo_text, run_demo
 from aphq.engine.progress import Progress
 
-from ..runs import SHORT
+from ..runs import shortened as cut_down
 
 
 @pytest.fixture
@@ -22,10 +22,7 @@ def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(assets, calibration=assets.calibration[:16], test=test)
 
     def recipe(bits: str) -> aphq.Recipe:
-        made = demo_recipe(bits)
-        for path, value in SHORT.items():
-            made = made.with_value(path, value)
-        return made
+        return cut_down(demo_recipe(bits))
 
     monkeypatch.setattr(demo, "load_assets", few)
     monkeypatch.setattr(demo, "demo_recipe", recipe)
