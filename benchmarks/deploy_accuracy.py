@@ -37,6 +37,8 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, bits: str) -> dict:
+    import torch
+
     import aphq
     from aphq.artifact import info_of
     from aphq.data import as_labelled
@@ -52,8 +54,7 @@ def measure(args: argparse.Namespace, bits: str) -> dict:
     models = {  # the first is what the others are compared with
         "fake_quantized": run.model,
         "float": model,
-        "onnxruntime": open_exported(exported.path, "onnxruntime"),
-        "openvino": open_exported(exported.path, "openvino"),
+        **{name: open_exported(exported.path, name, torch.get_num_threads()) for name in ("onnxruntime", "openvino")},
     }
     preprocessing = info_of(run.model).preprocessing
     found = compare(models, as_labelled(args.val, model.num_classes), preprocessing, limit=args.limit)

@@ -65,7 +65,7 @@ def measure(args: argparse.Namespace) -> dict:
     import numpy as np
     import torch
 
-    from aphq.bench import _run_torch, float_model, race
+    from aphq.bench import float_model, race, run_torch
     from aphq.export.onnx_file import build
     from aphq.export.registry import Options
     from aphq.runtimes import onnxruntime, openvino
@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace) -> dict:
     add("onnxruntime float32", plain, onnxruntime, "any")
     add("openvino float32", plain, openvino, "any")
     if args.torch:
-        runs["pytorch float32"] = partial(_run_torch, plain, images)
+        runs["pytorch float32"] = partial(run_torch, plain, images)
     for kind in ("GELU", "ReLU"):
         if kind == "ReLU":
             model = with_relu(model)
@@ -93,7 +93,7 @@ def measure(args: argparse.Namespace) -> dict:
         add(f"openvino {kind} default", model, openvino, "any")
         add(f"openvino {kind} tuned", model, openvino, "openvino")
         if args.torch:
-            runs[f"pytorch {kind} int8"] = partial(_run_torch, to_int8(copy.deepcopy(model)), images)
+            runs[f"pytorch {kind} int8"] = partial(run_torch, to_int8(copy.deepcopy(model)), images)
     times = dict(zip(runs, race(list(runs.values()), args.seconds), strict=True))
     cpu = {name: float(np.median(found[1])) for name, found in times.items()}
     rows = {}

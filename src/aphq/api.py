@@ -233,8 +233,9 @@ def evaluate(
 
 def open_model(path: str | Path, runtime: str | None = None) -> nn.Module:
     """A run folder or an exported file as a module that takes images and gives logits."""
-    if Path(path).suffix in SUFFIXES:
-        return open_exported(path, runtime or "onnxruntime" if Path(path).suffix == ".onnx" else runtime or "openvino")
+    suffix = Path(path).suffix
+    if suffix in SUFFIXES:
+        return open_exported(path, runtime or SUFFIXES[suffix])
     return load(path, runtime=runtime or "simulated")
 
 

@@ -152,12 +152,13 @@ def open_contender(contender: Contender, images: Tensor, threads: int) -> Run:
             model = float_model(load(contender.source))
         else:
             model = load(contender.source, runtime="int8")
-        return partial(_run_torch, model, images)
+        return partial(run_torch, model, images)
     infer, _ = open_session(contender.source, contender.runtime, threads)
     return partial(infer, images.numpy())
 
 
-def _run_torch(model: nn.Module, images: Tensor) -> Tensor:
+def run_torch(model: nn.Module, images: Tensor) -> Tensor:
+    """Without gradients, and without the bookkeeping for them."""
     with torch.inference_mode():
         out: Tensor = model(images)
     return out
@@ -190,7 +191,7 @@ def _memory_inside(contender: Contender, shape: tuple[int, ...], threads: int) -
     if contender.runtime in EXTRAS:
         require(contender.runtime)
     images = torch.zeros(shape)
-    _run_torch(nn.Linear(8, 8), torch.zeros(1, 8))  # the libraries' own buffers come first
+    run_torch(nn.Linear(8, 8), torch.zeros(1, 8))  # the libraries' own buffers come first
     before = _peak()
     open_contender(contender, images, threads)()
     return _peak() - before

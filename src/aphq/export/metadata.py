@@ -10,7 +10,7 @@ from torch import nn
 
 from aphq.artifact.info import classifier_input, info_of
 from aphq.data.preprocessing import Preprocessing
-from aphq.errors import AphqError, ExportError
+from aphq.errors import ExportError
 from aphq.export.registry import Options
 
 PREFIX = "aphq."
@@ -54,5 +54,5 @@ def batch_from(metadata: Mapping[str, str], where: str) -> int | None:
 def _json(metadata: Mapping[str, str], key: str, where: str) -> Any:
     try:
         return json.loads(metadata[f"{PREFIX}{key}"])
-    except (KeyError, ValueError, AphqError):
+    except (KeyError, ValueError):
         raise ExportError(f"{where} was not exported by aphq, or its metadata is damaged: no usable {key!r}") from None

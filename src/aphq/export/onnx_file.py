@@ -48,14 +48,16 @@ def literal(model: nn.Module, options: Options, step: Step, sample: Tensor) -> P
     from aphq.runtimes import onnxruntime
 
     content = translate(model, trace(model, sample, step=step), STYLES[options.tuned_for]).SerializeToString()
-    return partial(in_batches, onnxruntime.open_session(content, literal=True)[0], batch=len(sample))
+    infer, _ = onnxruntime.open_session(content, torch.get_num_threads(), literal=True)
+    return partial(in_batches, infer, batch=len(sample))
 
 
 def fused(content: bytes, batch: int | None) -> dict[str, Predict]:
     """The graph as each runtime at hand fuses it."""
     from aphq.runtimes import onnxruntime, openvino
 
-    found = {"onnxruntime": onnxruntime.open_session(content)[0]}
+    threads = torch.get_num_threads()
+    found = {"onnxruntime": onnxruntime.open_session(content, threads)[0]}
     if installed("openvino"):
-        found["openvino"] = openvino.open_session(content)[0]
+        found["openvino"] = openvino.open_session(content, threads)[0]
     return {name: partial(in_batches, infer, batch=batch) for name, infer in found.items()}

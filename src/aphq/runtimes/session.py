@@ -13,7 +13,7 @@ from aphq.runtimes.batches import Infer, in_batches
 from aphq.typed import nearest
 
 RUNTIMES = ("onnxruntime", "openvino")
-SUFFIXES = (".onnx", ".xml")
+SUFFIXES = {".onnx": "onnxruntime", ".xml": "openvino"}  # of exported files, and what runs them unless told otherwise
 
 
 class ExportedModel(nn.Module):
