@@ -195,6 +195,24 @@ def inspect(
 
 @app.command()
 @guarded
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="A run folder, or several to compare.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="The HTML file; by default report.html in the run, or beside the first run."),
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write the report of a run, or of several side by side, as one HTML file."""
+    from aphq.report import write_report
+
+    written = write_report(runs, out)
+    _say({"out": str(written), "runs": [str(run) for run in runs]} if as_json else f"written to {written}")
+
+
+@app.command()
+@guarded
 def demo(
     out: Annotated[Path | None, typer.Option(help="Keep the run folder here.")] = None,
     bits: Annotated[str, typer.Option(help="w3a3, w4a4, ...")] = "w3a3",
