@@ -17,6 +17,7 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 40
 WIDE = (960, 280)
 ALONE = 2  # the colour of a line that is compared with nothing
 HEAT = (222, 92, 20)  # stands out on white and on black
+TINY = 1e-30  # nothing smaller is drawn
 Numbers = Sequence[float | None]
 
 
@@ -47,15 +48,16 @@ class Scale:
         return math.log10(max(value, self.lower)) if self.log else value
 
     @classmethod
-    def over(cls, values: Iterable[float], start: float, end: float, log: bool = False, zero: bool = False) -> Scale:
-        """Around all values, with some air; `zero` takes 0 in."""
-        finite = [v for v in values if math.isfinite(v) and (v > 0 or not log)] + ([0.0] if zero and not log else [])
-        lower, upper = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    def over(cls, values: Iterable[float], start: float, end: float, log: bool = False) -> Scale:
+        """Around all values, with some air."""
+        finite = [v for v in values if math.isfinite(v) and (v > TINY or not log)]
+        lower, upper = (min(finite), max(finite)) if finite else (0.1, 1.0)
         if log:
             return cls(lower / 1.2, max(upper * 1.2, lower * 10), start, end, log)
-        air = 0.05 * (upper - lower) or max(abs(upper), 1.0) * 0.1
-        below = 0.0 if zero and lower == 0 else air
-        return cls(lower - below, upper + air, start, end)
+        size = max(abs(lower), abs(upper))
+        apart = upper - lower > max(TINY, 1e-9 * size)
+        air = 0.05 * (upper - lower) if apart else 0.1 * max(size, 1.0)
+        return cls(lower - air, upper + air, start, end)
 
     def ticks(self, about: int = 5) -> list[float]:
         if self.log:
