@@ -104,5 +104,6 @@ def test_of_a_unit_that_was_trained_twice_the_later_counts() -> None:
 
 def test_fluctuation_is_zero_for_a_constant_and_grows_with_noise() -> None:
     assert LossCurve("a", "x", (2.0, 2.0, 2.0)).fluctuation == 0
-    assert LossCurve("a", "x", (1.0, 3.0, 1.0)).fluctuation == pytest.approx(2 / (5 / 3))
+    assert LossCurve("a", "x", (1.0, 3.0, 1.0)).fluctuation == pytest.approx(1)
+    assert LossCurve("a", "x", (1.0, 1.0, 900.0, 900.0)).fluctuation == 0, "one jump is not noise"
     assert LossCurve("a", "x", ()).fluctuation == 0

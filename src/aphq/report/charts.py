@@ -17,6 +17,7 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 40
 WIDE = (960, 280)
 ALONE = 2  # the colour of a line that is compared with nothing
 HEAT = (222, 92, 20)  # stands out on white and on black
+WIDE_RATIO = 30  # above it a small chart is logarithmic
 TINY = 1e-30  # nothing smaller is drawn
 Numbers = Sequence[float | None]
 
@@ -182,9 +183,12 @@ def line_chart(
 
 
 def spark(title: str, series: Sequence[Series], *, size: tuple[int, int] = (220, 90)) -> Markup:
-    """A small line chart without axes, for many side by side; its ends are told in words."""
+    """A small line chart without axes, for many side by side; its ends are told in words. Values of very different
+    size are drawn on a logarithmic scale."""
     draw = Drawing(title, *size, kind="small")
-    y = Scale.over((v for s in series for v in s.values if v is not None), size[1] - 6, 6)
+    everything = [v for s in series for v in s.values if v is not None]
+    log = min(everything, default=0) > 0 and max(everything) > WIDE_RATIO * min(everything)
+    y = Scale.over(everything, size[1] - 6, 6, log)
     for i, s in enumerate(series, start=ALONE if len(series) == 1 else 0):
         x = Scale(0, max(1, len(s.values) - 1), 4, size[0] - 4)
         draw.path([None if v is None else (x(j), y(v)) for j, v in enumerate(s.values)], f"line thin s{i % 8}")
@@ -239,7 +243,7 @@ def histogram(
     series: Sequence[Series],
     *,
     x_label: str,
-    size: tuple[int, int] = (350, 220),
+    size: tuple[int, int] = (480, 250),
 ) -> Markup:
     """Shares per bin on a logarithmic scale, because the tails are what quantization stumbles over."""
     draw = Drawing(title, *size)

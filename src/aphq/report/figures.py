@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from aphq.recipe import MlpReconstruction
-from aphq.report.charts import Series, box_plot, heat_map, histogram, line_chart, scatter, spark
+from aphq.report.charts import Series, box_plot, heat_map, histogram, line_chart, number, scatter, spark
 from aphq.report.run_data import LossCurve, RunData
 
 CHOSEN = 0.6  # how deep the block lies that stands for the others: the paper shows block 7 of 12
@@ -54,7 +54,9 @@ def loss_figures(run: RunData) -> dict[str, list[Figure]]:
 def _spark(curves: Sequence[tuple[str, LossCurve]]) -> Figure:
     unit = curves[0][1].unit or "all units"
     chart = spark(f"Loss of {unit}", [Series(name, curve.losses) for name, curve in curves])
-    numbers = (f"{c.losses[0]:.3g} to {c.losses[-1]:.3g}, fluctuation {100 * c.fluctuation:.1f} %" for _, c in curves)
+    numbers = (
+        f"{number(c.losses[0])} to {number(c.losses[-1])}, fluctuation {100 * c.fluctuation:.1f} %" for _, c in curves
+    )
     return Figure(chart, unit, "; ".join(numbers))
 
 

@@ -47,7 +47,7 @@ def report_page(run: RunData) -> str:
 
 
 def comparison_page(runs: Sequence[RunData]) -> str:
-    first = runs[0].recipe.to_dict()
+    first = _by_name(runs[0])
     return _render(
         "comparison.html.j2",
         runs=_with_names_apart(runs),
@@ -55,8 +55,14 @@ def comparison_page(runs: Sequence[RunData]) -> str:
         units=figures.unit_figure(runs),
         losses=figures.curves_together(runs),
         layers=_layers_side_by_side(runs),
-        changes=[(run.name, differences(first, run.recipe.to_dict())) for run in runs[1:]],
+        changes=[(run.name, differences(first, _by_name(run))) for run in runs[1:]],
     )
+
+
+def _by_name(run: RunData) -> dict[str, Any]:
+    """The recipe with its stages by name, so that each is compared with its like."""
+    plain = run.recipe.to_dict()
+    return {**plain, "stages": {stage["kind"]: stage for stage in plain["stages"]}}
 
 
 def _with_names_apart(runs: Sequence[RunData]) -> Sequence[RunData]:
@@ -100,4 +106,6 @@ def _environment() -> Environment:
 
 
 def _words(name: str) -> str:
-    return name.replace("_", " ")
+    """A stage's name as a title."""
+    text = name.replace("_", " ").replace("mlp", "MLP").replace("layernorm", "LayerNorm")
+    return text[:1].upper() + text[1:]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from aphq.artifact.loading import info_from, load, read_config
@@ -38,10 +39,9 @@ class LossCurve:
 
     @property
     def fluctuation(self) -> float:
-        """How much neighbouring points differ, relative to the mean."""
-        steps = [abs(b - a) for a, b in zip(self.losses, self.losses[1:], strict=False)]
-        mean = sum(self.losses) / max(1, len(self.losses))
-        return sum(steps) / max(1, len(steps)) / mean if mean > 0 else 0.0
+        """How much neighbouring points differ, relative to their mean: the median, which a single jump leaves alone."""
+        pairs = zip(self.losses, self.losses[1:], strict=False)
+        return median([abs(b - a) / max(abs(a + b) / 2, 1e-30) for a, b in pairs] or [0.0])
 
 
 @dataclass(frozen=True)
