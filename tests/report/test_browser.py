@@ -20,6 +20,9 @@ const seen = frame => {{
   const empty = [...page.querySelectorAll("svg")].filter(s => s.checkVisibility() && !s.getBoundingClientRect().height);
   return {{
     overflow: root.scrollWidth - root.clientWidth,
+    wide: root.scrollWidth > root.clientWidth ? [...page.querySelectorAll("main *, header *")].filter(
+      e => e.getBoundingClientRect().right > root.clientWidth + 1 && !e.closest(".chart *, .scroll *, pre *")
+    ).map(e => e.outerHTML.slice(0, 80)) : [],
     charts: page.querySelectorAll("svg").length,
     images: [...page.images].filter(i => i.naturalWidth > 0).length,
     empty: empty.length,
@@ -58,7 +61,7 @@ def test_pages_open_without_errors_at_desktop_and_phone_width(runs: dict[str, Pa
     assert console == []
     assert len(found) == len(pages) * len(WIDTHS)
     for page in found:
-        assert page["overflow"] <= 0, "nothing sticks out to the right"
+        assert page["overflow"] <= 0, f"nothing sticks out to the right: {page['wide']}"
         assert page["charts"] >= 6
         assert page["empty"] == 0
         assert page["unnamed"] == 0, "what takes the keyboard has a name"
