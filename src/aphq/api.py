@@ -35,6 +35,8 @@ from aphq.models.loading import load_model, model_fingerprint
 from aphq.models.student import finalise, make_student
 from aphq.presets import preset
 from aphq.recipe import BlockReconstruction, JointTuning, MlpReconstruction, Recipe
+from aphq.report import write_report
+from aphq.report.observe import write_measurements
 from aphq.runtimes.session import SUFFIXES, ExportedModel, open_exported
 from aphq.stages import RUN_STAGE
 from aphq.tasks import TASKS, Task, task_of
@@ -182,6 +184,8 @@ def quantize(
             finalise(student)
             attach(student, _info(teacher, student, architecture, units, chosen, preprocessing, sha))
             run.model = student
+            if ranks.first:
+                _observe(work)
         ranks.leave()
         if not ranks.first:
             return run
@@ -195,6 +199,7 @@ def quantize(
         folder.write_result(run.to_dict())
         folder.event("finished", **run.to_dict())
         folder.drop_checkpoints()
+        _report(folder)
         return run
     finally:
         folder.close()
@@ -340,6 +345,23 @@ def _run_stages(work: Workspace) -> dict[str, float]:
             cached={tier: size for tier, size in work.store.peak.items() if size},
         )
     return seconds
+
+
+def _observe(work: Workspace) -> None:
+    """Measurements for the report; hours of work must not be lost to a picture that cannot be drawn."""
+    if work.folder.path is not None:
+        try:
+            write_measurements(work, work.folder.path)
+        except Exception as problem:
+            log.warning("the report will lack its measurements: %s: %s", type(problem).__name__, problem)
+
+
+def _report(folder: RunFolder) -> None:
+    if folder.path is not None:
+        try:
+            write_report([folder.path])
+        except Exception as problem:
+            log.warning("no report was written: %s; `aphq report %s` tries again", problem, folder.path)
 
 
 def _info(

@@ -250,6 +250,76 @@ def inspect(
 
 @app.command()
 @guarded
+def analyze(
+    model: Annotated[str, typer.Argument(help="A timm model name, e.g. deit_tiny_patch16_224.")],
+    data: Annotated[Path, typer.Option(help="Images: a folder, a zip, or a text file with paths.")],
+    bits: Annotated[
+        str | None, typer.Option(help="Measure at wXaY; by default w4a4, or the nearest to --target-bits.")
+    ] = None,
+    target_bits: Annotated[
+        float | None, typer.Option(help="Propose a recipe with so many bits on average, e.g. 4.5.")
+    ] = None,
+    effort: Effort = "balanced",
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Where to write the proposed recipe (YAML, for quantize --bits).")
+    ] = None,
+    weights: Annotated[Path | None, typer.Option(help="A local .safetensors or .pth file.")] = None,
+    num_classes: Annotated[int | None, typer.Option(help="If it differs from the model's default.")] = None,
+    model_arg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="A further argument of timm.create_model, e.g. img_size=384."),
+    ] = None,
+    images: Annotated[int | None, typer.Option(help="Held-out images to measure on (16).")] = None,
+    seed: Annotated[int, typer.Option(help="The seed of every random draw.")] = 3407,
+    device: Device = "auto",
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Rank layers by how much quantizing them changes the prediction; with --target-bits, spend bits accordingly."""
+    from aphq.analysis import analyze as run_analyze
+    from aphq.analysis.analyze import HELD_OUT
+    from aphq.cli.analysis import analysis_text, write_proposal
+    from aphq.cli.console import open_progress
+    from aphq.models.loading import load_model
+
+    loaded = load_model(model, weights, num_classes, **model_arguments(model_arg))
+    with open_progress() as progress:
+        found = run_analyze(
+            loaded,
+            data,
+            bits,
+            target_bits=target_bits,
+            effort=effort,
+            images=images or HELD_OUT,
+            device=device,
+            seed=seed,
+            progress=progress,
+        )
+    written = write_proposal(found, out, model)
+    where = {} if written is None else {"recipe_file": str(written)}
+    _say({**found.to_dict(), **where} if as_json else analysis_text(found, written))
+
+
+@app.command()
+@guarded
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="A run folder, or several to compare.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="The HTML file; by default report.html in the run, or beside the first run."),
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write the report of a run, or of several side by side, as one HTML file."""
+    from aphq.report import write_report
+
+    written = write_report(runs, out)
+    _say({"out": str(written), "runs": [str(run) for run in runs]} if as_json else f"written to {written}")
+
+
+@app.command()
+@guarded
 def demo(
     out: Annotated[Path | None, typer.Option(help="Keep the run folder here.")] = None,
     bits: Annotated[str, typer.Option(help="w3a3, w4a4, ...")] = "w3a3",
