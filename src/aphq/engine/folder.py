@@ -3,7 +3,8 @@
 run.json                        identity: recipe, model, images; a run only continues under the same identity
 events.jsonl                    one JSON object per line, with a time
 checkpoints/STAGE/UNIT.safetensors
-recipe.yaml, config.json, model.safetensors, result.json     written at the end
+measurements.json               teacher and student side by side, for the report
+recipe.yaml, config.json, model.safetensors, result.json, report.html     written at the end
 """
 
 from __future__ import annotations
