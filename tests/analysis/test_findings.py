@@ -6,7 +6,7 @@ from torch import nn
 
 import aphq
 from aphq.analysis import Analysis, analyze
-from aphq.analysis.analyze import Bench, mixed_recipe
+from aphq.analysis.findings import Bench, mixed_recipe
 from aphq.analysis.held_out import sides, switched
 from aphq.analysis.sensitivity import costs, element_counts
 from aphq.engine.progress import Progress

@@ -1,4 +1,4 @@
-"""`aphq.analysis.analyze`: the sensitivity of every layer without a full run, and a mixed-precision recipe from it.
+"""`aphq.analyze`: the sensitivity of every layer without a full run, and a mixed-precision recipe from it.
 
 Scales are searched once per bit-width, by the error of the tensor itself, on a few images; what a layer does to the
 prediction is measured on others. That ranks layers, and takes about a minute where a run takes an hour.
