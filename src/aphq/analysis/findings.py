@@ -129,7 +129,7 @@ class Bench:
         known = load_calibration(data, preprocessing, count=SEARCHED + held_out, seed=seed)
         if len(known) < 2:
             raise DataError("analyze needs at least two images: some to search scales on, others to measure on")
-        kept = min(held_out, len(known) // 2)
+        kept = held_out if len(known) == SEARCHED + held_out else min(held_out, len(known) // 2)
         self.seen: CalibrationSet = known.first(len(known) - kept)
         with torch.no_grad():
             self.images = known.batch(slice(len(known) - kept, None), device)
