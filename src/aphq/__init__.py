@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from aphq.analysis import analyze
     from aphq.api import Run, evaluate, quantize
     from aphq.artifact import load, save
     from aphq.models.coverage import coverage
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Recipe": "aphq.recipe",
     "Run": "aphq.api",
+    "analyze": "aphq.analysis",
     "coverage": "aphq.models.coverage",
     "evaluate": "aphq.api",
     "load": "aphq.artifact",
@@ -22,7 +24,7 @@ _HOMES = {
     "quantize": "aphq.api",
     "save": "aphq.artifact",
 }
-__all__ = ["Recipe", "Run", "coverage", "evaluate", "load", "preset", "quantize", "save"]
+__all__ = ["Recipe", "Run", "analyze", "coverage", "evaluate", "load", "preset", "quantize", "save"]
 
 
 def __getattr__(name: str) -> Any:

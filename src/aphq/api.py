@@ -35,7 +35,7 @@ from aphq.models.loading import load_model, model_fingerprint
 from aphq.models.student import finalise, make_student
 from aphq.presets import preset
 from aphq.recipe import BlockReconstruction, JointTuning, MlpReconstruction, Recipe
-from aphq.report import write_report
+from aphq.report import REPORT, write_report
 from aphq.report.observe import write_measurements
 from aphq.runtimes.session import SUFFIXES, ExportedModel, open_exported
 from aphq.stages import RUN_STAGE
@@ -110,6 +110,8 @@ class Run:
             lines.append(f"  time       {clock(sum(self.seconds.values()))} ({parts})")
         if self.path is not None:
             lines.append(f"  saved in   {self.path}")
+            if (self.path / REPORT).is_file():
+                lines.append(f"  report     {self.path / REPORT}")
         return "\n".join(lines)
 
 

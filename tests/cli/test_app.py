@@ -105,7 +105,18 @@ def test_importing_the_command_line_is_cheap() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("quantize",), ("eval",), ("inspect",), ("demo",), ("recipe",), ("recipe", "show"), ("recipe", "list")],
+    [
+        (),
+        ("quantize",),
+        ("eval",),
+        ("inspect",),
+        ("report",),
+        ("analyze",),
+        ("demo",),
+        ("recipe",),
+        ("recipe", "show"),
+        ("recipe", "list"),
+    ],
 )
 def test_every_command_explains_itself(arguments: tuple[str, ...]) -> None:
     result = run(*arguments, "--help")

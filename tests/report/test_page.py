@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+import aphq
 from aphq.errors import RunError
 from aphq.report import REPORT, comparison_page, report_page, write_report
 from aphq.report.run_data import read_run
+
+from ..models.detection.nets import detector
+from ..scenes_of import RULES, pictures, short_recipe
 
 VOID = {"meta", "link", "img", "br"}
 
@@ -141,3 +145,14 @@ def test_the_same_run_twice_and_none_are_refused(runs: dict[str, Path], tmp_path
 def test_the_same_run_gives_the_same_page(runs: dict[str, Path]) -> None:
     run = read_run(runs["plain"])
     assert report_page(run) == report_page(run) == (runs["plain"] / REPORT).read_text()
+
+
+def test_a_detector_has_a_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = tmp_path / "run"
+    aphq.quantize(detector(), short_recipe(), pictures(), preprocessing=RULES, out=run, device="cpu")
+    assert "report" not in caplog.text, "no warning that something is missing"
+    text = (run / REPORT).read_text()
+    check(text)
+    assert "Input of mlp.fc2 in every block" in text
+    assert "No importance was measured" in text
+    assert all(unit["snr"] is not None for unit in read_run(run).measurements["units"])

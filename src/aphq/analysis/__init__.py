@@ -1,5 +1,5 @@
 """Which layers suffer from few bits, and how to spend bits on them."""
 
-from aphq.analysis.analyze import Analysis, analyze
+from aphq.analysis.findings import Analysis, analyze
 
 __all__ = ["Analysis", "analyze"]

@@ -277,7 +277,7 @@ def analyze(
 ) -> None:
     """Rank layers by how much quantizing them changes the prediction; with --target-bits, spend bits accordingly."""
     from aphq.analysis import analyze as run_analyze
-    from aphq.analysis.analyze import HELD_OUT
+    from aphq.analysis.findings import HELD_OUT
     from aphq.cli.analysis import analysis_text, write_proposal
     from aphq.cli.console import open_progress
     from aphq.models.loading import load_model

@@ -72,6 +72,6 @@ def demo_text(found: dict[str, Any]) -> str:
             f"  {bits} round-to-nearest  {top1['round_to_nearest']:6.2f} %",
             f"  {bits} aphq              {top1['aphq']:6.2f} %   {sizes['artifact'] / 1e6:5.2f} MB",
             f"  time {clock(found['seconds'])}",
-            *([f"  saved in {found['path']}"] if found["path"] else []),
+            *([f"  saved in {found['path']}, with a report.html to look at"] if found["path"] else []),
         ]
     )

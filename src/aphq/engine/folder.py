@@ -3,8 +3,9 @@
 run.json                        identity: recipe, model, images; a run only continues under the same identity
 events.jsonl                    one JSON object per line, with a time
 checkpoints/STAGE/UNIT.safetensors
-recipe.yaml, config.json, model.safetensors, result.json     written at the end
+measurements.json               teacher and student side by side, for the report
 sample.safetensors              a few calibration images, as the model sees them, to compare exports on
+recipe.yaml, config.json, model.safetensors, result.json, report.html     written at the end
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from torch import nn
 
 import aphq
 from aphq.analysis import Analysis, analyze
-from aphq.analysis.analyze import Bench, mixed_recipe
+from aphq.analysis.findings import SEARCHED, Bench, mixed_recipe
 from aphq.analysis.held_out import sides, switched
 from aphq.analysis.sensitivity import costs, element_counts
 from aphq.engine.progress import Progress
@@ -105,6 +105,13 @@ def test_impossible_targets_are_refused(tiny_vit: nn.Module, target: float) -> N
 def test_one_image_is_not_enough(tiny_vit: nn.Module) -> None:
     with pytest.raises(DataError, match="at least two images"):
         analyze(tiny_vit, pixels(1), device="cpu")
+
+
+@pytest.mark.parametrize(("there", "wanted", "kept"), [(60, 40, 40), (56, 40, 40), (20, 40, 10), (20, 2, 2), (2, 8, 1)])
+def test_images_are_held_out_as_wanted_or_by_half(tiny_vit: nn.Module, there: int, wanted: int, kept: int) -> None:
+    found = Bench(tiny_vit, pixels(there), wanted, None, torch.device("cpu"), 3407, Progress())
+    assert len(found.images) == kept
+    assert len(found.seen) == min(there, SEARCHED + wanted) - kept
 
 
 def test_the_callers_model_is_left_alone(tiny_swin: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""`aphq.analysis.analyze`: the sensitivity of every layer without a full run, and a mixed-precision recipe from it.
+"""`aphq.analyze`: the sensitivity of every layer without a full run, and a mixed-precision recipe from it.
 
 Scales are searched once per bit-width, by the error of the tensor itself, on a few images; what a layer does to the
 prediction is measured on others. That ranks layers, and takes about a minute where a run takes an hour.
@@ -129,7 +129,7 @@ class Bench:
         known = load_calibration(data, preprocessing, count=SEARCHED + held_out, seed=seed)
         if len(known) < 2:
             raise DataError("analyze needs at least two images: some to search scales on, others to measure on")
-        kept = min(held_out, len(known) // 2)
+        kept = held_out if len(known) == SEARCHED + held_out else min(held_out, len(known) // 2)
         self.seen: CalibrationSet = known.first(len(known) - kept)
         with torch.no_grad():
             self.images = known.batch(slice(len(known) - kept, None), device)
