@@ -188,3 +188,13 @@ def test_an_unknown_operation_is_named(tiny_vit: nn.Module, monkeypatch: pytest.
     monkeypatch.delitem(OPERATORS, torch.ops.aten.softmax.int)
     with pytest.raises(ExportError, match=r"aten\.softmax"):
         exported(model)
+
+
+def test_masks_and_position_biases_are_stored_apart(swin: Build) -> None:
+    """Their sum, for every window and head, would be the largest tensor in the file."""
+    model = calibrated(swin(img_size=64))
+    largest = max(int(np.prod(tensor.dims)) for tensor in exported(model).graph.initializer)
+    masks = [block.attn_mask for stage in model.layers for block in stage.blocks if block.attn_mask is not None]  # type: ignore[union-attr]
+    assert masks
+    heads = 2
+    assert largest < heads * max(mask.numel() for mask in masks)
