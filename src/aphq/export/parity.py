@@ -22,7 +22,7 @@ from aphq.export.registry import Predict
 from aphq.models.architecture import Step, Unit
 
 UNIT_ERROR = 0.02  # of any unit, operator by operator; an int32 bias, rounded to a step of the sum, costs most of it
-FUSED_ERROR = 0.1  # of the whole model, as a runtime fuses it ...
+FUSED_ERROR = 0.2  # of the whole model, fused (OpenVINO multiplies by 1 / scale, which moves some codes) ...
 FUSED_RATIO = 1.5  # ... or so many times what the simulation in float64 is off
 
 
