@@ -15,9 +15,10 @@ import contextlib
 import json
 import logging
 import pathlib
-import subprocess
 import sys
 import time
+
+from processes import side_by_side
 
 
 def main() -> None:
@@ -52,14 +53,7 @@ def spread(args: argparse.Namespace) -> None:
     shared += ["--out", str(args.out)] + (["--limit", str(args.limit)] if args.limit else [])
     shared += ["--save", str(args.save)] if args.save else []
     waiting = [["--run", run, "--seed", str(seed)] for seed in args.seed for run in args.run]
-    running: list[subprocess.Popen[bytes]] = []
-    failed = 0
-    while waiting or running:
-        while waiting and len(running) < args.jobs:
-            running.append(subprocess.Popen([sys.executable, __file__, "--worker", *shared, *waiting.pop(0)]))
-        time.sleep(0.5)
-        failed += sum(p.poll() not in (None, 0) for p in running)
-        running = [p for p in running if p.poll() is None]
+    failed = side_by_side(__file__, [[*shared, *job] for job in waiting], args.jobs)
     sys.exit(f"{failed} runs failed" if failed else 0)
 
 

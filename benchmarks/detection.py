@@ -16,13 +16,13 @@ import argparse
 import gzip
 import json
 import logging
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from accuracy import recipe_of
+from processes import side_by_side
 
 
 def main() -> None:
@@ -55,15 +55,7 @@ def spread(args: argparse.Namespace) -> int:
         for trained in args.trained
         if not found_file(args, trained, run).exists()
     ]
-    running: list[subprocess.Popen[bytes]] = []
-    failed = 0
-    while waiting or running:
-        while waiting and len(running) < args.jobs:
-            running.append(subprocess.Popen([sys.executable, __file__, "--worker", *shared, *waiting.pop(0)]))
-        time.sleep(0.5)
-        failed += sum(p.poll() not in (None, 0) for p in running)
-        running = [p for p in running if p.poll() is None]
-    return failed
+    return side_by_side(__file__, [[*shared, *job] for job in waiting], args.jobs)
 
 
 def found_file(args: argparse.Namespace, trained: Path, run: str) -> Path:

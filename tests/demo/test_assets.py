@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from aphq.demo.assets import load_assets
-from aphq.evaluation.classification import evaluate
+from aphq.evaluation.classification import compare
 
 
 def test_the_embedded_model_and_images_fit_and_the_model_is_good() -> None:
@@ -12,7 +12,8 @@ def test_the_embedded_model_and_images_fit_and_the_model_is_good() -> None:
     assert assets.calibration.dtype == torch.uint8
     assert len(assets.class_names) == 10
     assert not assets.model.training
-    assert evaluate(assets.model, assets.test, assets.preprocessing, limit=500).top1 > 88
+    found = compare({"float": assets.model}, assets.test, assets.preprocessing, limit=500)
+    assert found.accuracy["float"].top1 > 88
 
 
 def test_no_test_image_is_among_the_calibration_images() -> None:

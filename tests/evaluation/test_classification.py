@@ -1,10 +1,12 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from aphq.data import LabelledTensors, Preprocessing, as_labelled
+from aphq.data import Labelled, LabelledTensors, Preprocessing, as_labelled
 from aphq.errors import DataError
-from aphq.evaluation.classification import Accuracy, compare, evaluate
+from aphq.evaluation.classification import Accuracy, compare
 
 SIZE = Preprocessing(size=(1, 10), channels=1, mean=(0.0,), std=(1.0,))
 
@@ -18,6 +20,10 @@ class ReadOff(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.sign * x.flatten(1)
+
+
+def evaluate(model: nn.Module, data: Labelled, preprocessing: Preprocessing, **options: Any) -> Accuracy:
+    return compare({"model": model}, data, preprocessing, **options).accuracy["model"]
 
 
 def labelled(logits: Tensor, labels: list[int]) -> LabelledTensors:

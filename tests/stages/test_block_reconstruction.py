@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from aphq.engine.folder import RunFolder
 from aphq.engine.workspace import Workspace
+from aphq.models.distillation import LOGITS
 from aphq.models.student import finalise
 from aphq.quant.layers import QuantizedLayer
 from aphq.quant.quantizer import Quantizer
 from aphq.stages.block_reconstruction import reconstruct_blocks
-from aphq.stages.distillation import distillation_loss
 from aphq.stages.layernorm import reparameterise_norms
 from aphq.stages.scale_search import search_scales
 
@@ -46,7 +46,7 @@ def loss(work: Workspace, student: nn.Module) -> float:
     """KL at the logits on the calibration images."""
     with torch.no_grad():
         x = all_images(work)
-        return float(distillation_loss(student(x), work.teacher(x)))
+        return float(LOGITS.loss(student(x), work.teacher(x)))
 
 
 @pytest.mark.parametrize("family", ["vit", "swin"])
@@ -105,7 +105,7 @@ def test_the_head_is_trained_on_the_prediction_itself(tiny_vit: nn.Module, monke
 
     def noted(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
         used.append(tuple(logits.shape))
-        return distillation_loss(logits, target, temperature)
+        return LOGITS.loss(logits, target, temperature)
 
     work = searched(tiny_vit, block_reconstruction__steps=3)
     monkeypatch.setattr(work.distillation, "loss", noted)

@@ -32,6 +32,14 @@ CUDA = torch.device("cuda")
 KINDS = {"tiny_vit": {"patch_embed", "block", "head"}, "tiny_swin": {"patch_embed", "block", "merge", "head"}}
 
 
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels on the CPU, by Triton's interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("the GPU itself is tested below")
+    monkeypatch.setattr(kernels, "interpreted", True)
+
+
 @contextmanager
 def path(*, fast: bool, tf32: bool) -> Iterator[list[list[Tensor]]]:
     """Run one path inside the block; the gradients of its eager steps are kept."""
@@ -140,14 +148,11 @@ def compare(
     assert seen == kinds
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("family", KINDS)
 def test_blocks_in_the_interpreter(family: str, request: pytest.FixtureRequest) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("the GPU itself is tested below")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "interpreted", True)
-        model = request.getfixturevalue(family)
-        compare(model, KINDS[family], torch.device("cpu"), tf32=False, steps=2, kind="fisher", batch=2)
+    model = request.getfixturevalue(family)
+    compare(model, KINDS[family], torch.device("cpu"), tf32=False, steps=2, kind="fisher", batch=2)
 
 
 @pytest.mark.gpu
@@ -168,14 +173,11 @@ def train_mlps(work: Workspace, *, fast: bool, tf32: bool) -> tuple[list[Tensor]
     return grads[0], list(own.student.state_dict().values())
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("family", ["tiny_vit", pytest.param("tiny_swin", marks=pytest.mark.slow)])
 def test_mlps_in_the_interpreter(family: str, request: pytest.FixtureRequest) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("the GPU itself is tested below")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "interpreted", True)
-        work = prepared(request.getfixturevalue(family), torch.device("cpu"), steps=2, kind="fisher", batch=2)
-        fast, plain = (train_mlps(work, fast=f, tf32=False) for f in (True, False))
+    work = prepared(request.getfixturevalue(family), torch.device("cpu"), steps=2, kind="fisher", batch=2)
+    fast, plain = (train_mlps(work, fast=f, tf32=False) for f in (True, False))
     assert close(fast[0], plain[0], 1e-4)
     assert close(fast[1], plain[1], 1e-4)
 
@@ -220,14 +222,11 @@ def tune(work: Workspace, *, fast: bool, steps: int, every: int) -> tuple[list[T
     return grads[0], list(own.student.state_dict().values())
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("family", ["tiny_vit", pytest.param("tiny_swin", marks=pytest.mark.slow)])
 def test_joint_tuning_in_the_interpreter(family: str, request: pytest.FixtureRequest) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("the GPU itself is tested below")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "interpreted", True)
-        work = prepared(request.getfixturevalue(family), torch.device("cpu"), steps=1, kind="mse", batch=2)
-        fast, plain = (tune(work, fast=f, steps=1, every=0) for f in (True, False))
+    work = prepared(request.getfixturevalue(family), torch.device("cpu"), steps=1, kind="mse", batch=2)
+    fast, plain = (tune(work, fast=f, steps=1, every=0) for f in (True, False))
     assert close(fast[0], plain[0], 5e-3)
 
 

@@ -15,10 +15,9 @@ from aphq.engine.hooks import change_outputs
 from aphq.engine.seeds import generator_for
 from aphq.engine.workspace import Visit, Workspace
 from aphq.models.architecture import run_units
-from aphq.models.distillation import softmax_probe
+from aphq.models.distillation import LOGITS, softmax_probe
 from aphq.models.student import enable
 from aphq.recipe import Importance
-from aphq.stages.distillation import distillation_loss
 from aphq.stages.importance import ImportanceMap, Importances, fisher_diagonals, normalised
 from aphq.stages.scale_search import search_scales
 
@@ -108,7 +107,7 @@ def slope(work: Workspace, unit: str, direction: Tensor, epsilon: float) -> floa
 
     def gradient(sign: float) -> Tensor:
         leaf = (output + sign * epsilon * direction).requires_grad_()
-        loss = distillation_loss(_rest(work, index, leaf), target, 20.0)
+        loss = LOGITS.loss(_rest(work, index, leaf), target, 20.0)
         return torch.autograd.grad(loss, leaf)[0]
 
     return float((gradient(1) - gradient(-1)).abs().max() / (2 * epsilon))

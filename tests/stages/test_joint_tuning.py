@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from aphq.models.distillation import LOGITS
 from aphq.models.student import enable
 from aphq.quant.layers import QuantizedLayer
 from aphq.quant.quantizer import Quantizer
 from aphq.recipe import JointTuning, Views
-from aphq.stages.distillation import distillation_loss
 from aphq.stages.joint_tuning import outputs, relative_error, tune_jointly
 from aphq.stages.layernorm import reparameterise_norms
 from aphq.stages.scale_search import search_scales
@@ -30,7 +30,7 @@ def searched(model: nn.Module, bits: str = "w4a4", **changes: Any) -> Any:
 
 def divergence(work: Any, x: Tensor) -> float:
     with torch.no_grad():
-        return float(distillation_loss(work.student(x), work.teacher(x)))
+        return float(LOGITS.loss(work.student(x), work.teacher(x)))
 
 
 @pytest.mark.parametrize("family", ["tiny_vit", "tiny_swin"])
@@ -83,9 +83,9 @@ def test_fresh_views_are_drawn_as_often_as_asked(tiny_vit: nn.Module, monkeypatc
     drawn: list[tuple[str, ...]] = []
     views = type(work).views
 
-    def noting(self: Any, config: Views, *purpose: str) -> Any:
+    def noting(self: Any, config: Views, *purpose: str, **options: Any) -> Any:
         drawn.append(purpose)
-        return views(self, config, *purpose)
+        return views(self, config, *purpose, **options)
 
     monkeypatch.setattr(type(work), "views", noting)
     tune_jointly(work, JointTuning(steps=7, batch=8, views=Views(every=3)))

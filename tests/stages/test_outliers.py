@@ -11,11 +11,11 @@ from aphq.engine.hooks import watch_inputs
 from aphq.engine.store import Rows
 from aphq.engine.workspace import Workspace
 from aphq.models.architecture import Unit
+from aphq.models.distillation import LOGITS
 from aphq.models.student import swap_activation
 from aphq.quant.layers import quantizers
 from aphq.recipe import Override, Recipe, ScaleSearch
 from aphq.stages import outliers
-from aphq.stages.distillation import distillation_loss
 from aphq.stages.outliers import SHRINKING, logits_from, outlier_range, shrink_outliers
 from aphq.stages.samples import Sample, sample_inputs
 from aphq.stages.scale_search import search_scales
@@ -78,7 +78,7 @@ def loss_with_only(work: Workspace, site: str) -> tuple[float, float]:
     quantizer.enabled = True
     x = all_images(work)
     with torch.no_grad():
-        return float(distillation_loss(work.student(x), work.teacher(x))), float(quantizer.limits()[1])
+        return float(LOGITS.loss(work.student(x), work.teacher(x))), float(quantizer.limits()[1])
 
 
 def test_outliers_are_clipped_where_the_prediction_gains(planted: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
@@ -303,7 +303,7 @@ def ask_range(model: nn.Module, **changes: Any) -> tuple[Any, Workspace, Callabl
     def loss_at(lower: Tensor, upper: Tensor) -> float:
         layer.input_quantizer.set_range(lower, upper)
         layer.input_quantizer.enabled = True
-        return float(distillation_loss(work.student(all_images(work)), target[0]))
+        return float(LOGITS.loss(work.student(all_images(work)), target[0]))
 
     return found, work, loss_at
 

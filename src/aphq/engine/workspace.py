@@ -89,21 +89,24 @@ class Workspace:
     def image_rows(self, count: int | None = None) -> Rows:
         return ImageRows(self.images, count or len(self.images), self.device)
 
-    def views(self, config: Views, *purpose: str) -> Rows:
-        """A fresh view of every image; `purpose` names the draw."""
+    @cached_property
+    def view_sources(self) -> tuple[Tensor, Tensor]:
+        """What views are drawn from, on the device: they are drawn hundreds of times."""
         assert isinstance(self.images, CalibrationSet), "scenes are seen whole"
         sources, aspects = self.images.sources()
+        return sources.to(self.device), aspects
+
+    def views(self, config: Views, *purpose: str, into: Activations | None = None) -> Activations:
+        """A fresh view of every image, in the place of `into` if given; `purpose` names the draw."""
+        assert isinstance(self.images, CalibrationSet), "scenes are seen whole"
+        sources, aspects = self.view_sources
+        preprocessing = self.images.preprocessing
         generator = generator_for(self.recipe.seed, "views", *purpose)
-        drawn: Activations | None = None
+        into = into or self.store.allocate((len(sources), *preprocessing.shape))
         for start in range(0, len(sources), VIEWS_PER_PASS):
             rows = slice(start, start + VIEWS_PER_PASS)
-            part = draw_views(
-                sources[rows].to(self.device), aspects[rows], self.images.preprocessing, config, generator
-            )
-            drawn = drawn or self.store.allocate((len(sources), *part.shape[1:]))
-            drawn.data[rows].copy_(part)
-        assert drawn is not None, "a calibration set is never empty"
-        return drawn
+            into.data[rows].copy_(draw_views(sources[rows], aspects[rows], preprocessing, config, generator))
+        return into
 
     @torch.no_grad()
     def refresh(self, visit: Visit, images: Rows) -> None:

@@ -66,18 +66,3 @@ def compare(
         raise DataError("there is no image to evaluate on")
     accuracy = {name: Accuracy(100 * top1 / images, 100 * top5 / images, images) for name, (top1, top5) in hits.items()}
     return Comparison(accuracy, {name: 100 * count / images for name, count in agreed.items()})
-
-
-def evaluate(
-    model: nn.Module,
-    data: Labelled,
-    preprocessing: Preprocessing,
-    *,
-    batch: int = 50,
-    device: torch.device | str = "cpu",
-    limit: int | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> Accuracy:
-    """One model's accuracy."""
-    found = compare({"model": model}, data, preprocessing, batch=batch, device=device, limit=limit, progress=progress)
-    return found.accuracy["model"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aphq.artifact.info import classifier_input
+from aphq.artifact.info import classifier_input, info_of
 from aphq.artifact.loading import load
 from aphq.data import load_calibration
 from aphq.engine.folder import RunFolder
@@ -111,7 +111,9 @@ def parity_images(model: nn.Module, data: Any, folder: Path | None, count: int) 
     """Normalised images from `data`, or those that the run kept."""
     preprocessing = classifier_input(model)
     if data is not None:
-        return load_calibration(data, preprocessing, count=count).batch(slice(None))
+        info = info_of(model)
+        assert info is not None
+        return load_calibration(data, preprocessing, count=count, seed=info.recipe.seed).batch(slice(None))
     kept = None if folder is None else RunFolder.sample_in(folder)
     if kept is None:
         raise ExportError(

@@ -18,6 +18,7 @@ from aphq.quant.layers import (
     QuantizedLinear,
     QuantizedProduct,
     quantized_sites,
+    quantizers,
 )
 from aphq.quant.quantizer import Quantizer
 from aphq.recipe import Activations, Recipe
@@ -86,9 +87,8 @@ def swap_activation(model: nn.Module, mlp: str) -> None:
 
 def enable(module: nn.Module, on: bool = True) -> None:
     """Switch every quantizer below `module`."""
-    for quantizer in module.modules():
-        if isinstance(quantizer, Quantizer):
-            quantizer.enabled = on
+    for quantizer in quantizers(module):
+        quantizer.enabled = on
 
 
 def finalise(student: nn.Module) -> None:

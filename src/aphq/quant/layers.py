@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,9 +58,7 @@ class QuantizedLayer(nn.Module):
 
     def add_to_bias(self, shift: Tensor) -> None:
         """Add a constant per output; a layer without a bias gets one."""
-        if self.bias is None:
-            self.bias = nn.Parameter(torch.zeros_like(shift), requires_grad=False)
-        self.bias.data = self.bias.data + shift
+        add_to_bias(self, shift)
 
     def weight_rows(self) -> Tensor:
         """The weight as [out, in], or [out, taps, in] where a row of the input makes several outputs per channel."""
@@ -204,6 +203,13 @@ class QuantizedProduct(nn.Module):
         if self.right is not None:
             right = self.right(right)
         return left @ right
+
+
+def add_to_bias(layer: Any, shift: Tensor) -> None:
+    """Add a constant per output of a plain or a quantized layer; one without a bias gets one."""
+    if layer.bias is None:
+        layer.bias = nn.Parameter(torch.zeros_like(shift), requires_grad=False)
+    layer.bias.data = layer.bias.data + shift
 
 
 def quantized_sites(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, QuantizedLayer | QuantizedProduct]]:

@@ -23,10 +23,11 @@ from aphq.engine.files import write_json
 from aphq.engine.hooks import change_outputs, watch_inputs
 from aphq.engine.seeds import generator_for
 from aphq.engine.workspace import Workspace
-from aphq.models.architecture import Unit, Value, made, run_units
+from aphq.models.architecture import Unit, Value, made
 from aphq.quant.layers import QuantizedLayer, QuantizedProduct, quantized_sites
 from aphq.quant.quantizer import Quantizer
 from aphq.report.environment import command_line, environment
+from aphq.stages.probes import Probed
 
 MEASUREMENTS = "measurements.json"
 VERSION = 1
@@ -237,23 +238,13 @@ def histograms(before: Tensor, after: Tensor) -> dict[str, Any]:
 def importance_of_blocks(work: Workspace) -> list[dict[str, Any]]:
     """Where the outputs of the blocks matter to the prediction, by token and by channel: the diagonal of the Fisher
     matrix from a few random probes, its square root, the mean over everything else scaled to 1."""
-    modules = {unit.name: work.teacher.get_submodule(unit.name) for unit in work.units if unit.kind == "block"}
+    blocks = [unit.name for unit in work.units if unit.kind == "block"]
     generator = generator_for(work.recipe.seed, "report")
     totals: dict[str, Tensor] = {}
-    outputs: dict[str, Tensor] = {}
-
-    def keep(name: str, output: Tensor) -> Tensor:
-        outputs[name] = output if output.requires_grad else output.detach().requires_grad_()
-        return outputs[name]
-
-    for rows in batches(min(len(work.images), IMAGES), BATCH):
-        with torch.enable_grad(), change_outputs(modules, keep):
-            logits = run_units(work.teacher, work.units, work.images.batch(rows, work.device))
-        for probe in range(PROBES if modules else 0):
-            direction = work.distillation.probe(logits.detach(), 1.0, generator)
-            wanted = [outputs[name] for name in modules]
-            grads = torch.autograd.grad(logits, wanted, direction, retain_graph=probe + 1 < PROBES)
-            for name, grad in zip(modules, grads, strict=True):
+    for rows in batches(min(len(work.images), IMAGES), BATCH) if blocks else ():
+        probed = Probed(work, blocks, work.images.batch(rows, work.device))
+        for grads in probed.gradients(PROBES, 1.0, generator):
+            for name, grad in grads:
                 totals[name] = totals.get(name, torch.zeros_like(grad[0])) + grad.square().sum(0)
     prefix = int(getattr(work.teacher, "num_prefix_tokens", 0))
     return [summary for name, total in totals.items() if (summary := _by_token(name, total.cpu(), prefix))]

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from aphq import recipe as settings
-from aphq.engine.hooks import change_outputs
 from aphq.engine.ragged import RaggedRows
 from aphq.engine.seeds import generator_for
 from aphq.engine.workspace import Workspace
-from aphq.models.architecture import run_units
+from aphq.stages.probes import Probed
 
 SITES = ("patch_embed", "block", "merge")  # kinds of units whose output is one map, channels last
 
@@ -59,29 +58,13 @@ def _squared_gradients(work: Workspace, config: settings.Importance) -> dict[str
     """Per site: its `channels`, and the places of image i as `i`."""
     sites = _sites(work)
     generator = generator_for(work.recipe.seed, "fisher")
-    modules = {site: work.teacher.get_submodule(site) for site in sites}
     images = work.image_rows()
     found: dict[str, Tensor] = {}
     for number in range(len(images)):
-        outputs: dict[str, Tensor] = {}
-
-        def keep(name: str, output: Tensor, outputs: dict[str, Tensor] = outputs) -> Tensor:
-            outputs[name] = output if output.requires_grad else output.detach().requires_grad_()
-            return outputs[name]
-
-        with torch.enable_grad(), change_outputs(modules, keep):
-            prediction = run_units(work.teacher, work.units, images[slice(number, number + 1)])
-        squares = {site: torch.zeros_like(outputs[site]) for site in sites}
-        for probe in range(config.probes):
-            detached = {name: x.detach() for name, x in prediction.items()}
-            directions = work.distillation.probe(detached, config.temperature, generator)
-            grads = torch.autograd.grad(
-                [prediction[name] for name in directions],
-                [outputs[site] for site in sites],
-                list(directions.values()),
-                retain_graph=probe + 1 < config.probes,
-            )
-            for site, grad in zip(sites, grads, strict=True):
+        probed = Probed(work, sites, images[slice(number, number + 1)])
+        squares = {site: torch.zeros_like(probed.outputs[site]) for site in sites}
+        for grads in probed.gradients(config.probes, config.temperature, generator):
+            for site, grad in grads:
                 squares[site].addcmul_(grad, grad)
         for site, square in squares.items():
             key = f"{site}.channels"

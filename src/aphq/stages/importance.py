@@ -29,6 +29,7 @@ from aphq.engine.store import Activations, Rows
 from aphq.engine.workspace import Visit, Workspace
 from aphq.models.architecture import Unit, Value, rows_of, run_units
 from aphq.stages.fisher_of_scenes import fisher_of_scenes
+from aphq.stages.probes import Probed
 
 log = logging.getLogger(__name__)
 
@@ -146,29 +147,18 @@ def fisher_diagonals(work: Workspace, config: settings.Importance) -> dict[str, 
         return saved
     sites = [site for unit in work.units if unit.kind != "head" for site in (unit.mlp, unit.name) if site is not None]
     generator = generator_for(work.recipe.seed, "fisher")
-    modules = {site: work.teacher.get_submodule(site) for site in sites}
     totals: dict[str, Tensor] = {}
     images = work.image_rows()
     classes = 0
     for number, start in enumerate(range(0, len(images), work.batch)):
-        outputs: dict[str, Tensor] = {}
         if number > 0 and not work.ranks.owns(number):  # everyone does the first, which tells the shapes
             for _ in range(config.probes):  # drawn elsewhere
                 torch.randn(min(work.batch, len(images) - start), classes, generator=generator)
             continue
-
-        def keep(name: str, output: Tensor, outputs: dict[str, Tensor] = outputs) -> Tensor:
-            outputs[name] = output if output.requires_grad else output.detach().requires_grad_()
-            return outputs[name]
-
-        with torch.enable_grad(), change_outputs(modules, keep):
-            logits = work.teacher(images[slice(start, start + work.batch)])
-        classes = logits.shape[1]
-        for probe in range(config.probes):
-            direction = work.distillation.probe(logits.detach(), config.temperature, generator)
-            wanted = [outputs[site] for site in sites]
-            grads = torch.autograd.grad(logits, wanted, direction, retain_graph=probe + 1 < config.probes)
-            for site, grad in zip(sites, grads, strict=True):
+        probed = Probed(work, sites, images[slice(start, start + work.batch)])
+        classes = probed.prediction.shape[1]
+        for grads in probed.gradients(config.probes, config.temperature, generator):
+            for site, grad in grads:
                 part = grad.square().sum(0, keepdim=True)  # not in place: the same tensor may serve two sites
                 part = part if work.ranks.owns(number) else torch.zeros_like(part)
                 totals[site] = totals[site].add_(part) if site in totals else part

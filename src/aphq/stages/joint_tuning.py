@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from aphq import recipe as settings
 from aphq.engine.loop import Group, Loop, Now, by_magnitude, cosine, draw_samples
 from aphq.engine.seeds import generator_for, seed_for, seeded
-from aphq.engine.store import Activations, Rows
+from aphq.engine.store import push
 from aphq.engine.workspace import Workspace
 from aphq.models.architecture import made
 from aphq.models.student import enable
@@ -46,8 +46,11 @@ def tune_jointly(work: Workspace, config: settings.JointTuning) -> None:
 
 def _loop(work: Workspace, config: settings.JointTuning, learned: Learnable) -> Loop:
     steps = config.steps
-    images: Rows = work.image_rows() if not config.views.every else work.views(config.views, config.NAME, "0")
-    held: Any = images if work.images.ragged else _held(work, images)
+    held: Any = work.image_rows()
+    if config.views.every:
+        held = work.views(config.views, config.NAME, "0")
+    elif not work.images.ragged:
+        held = push(lambda x: x, held, work.store, work.pass_batch)  # where a recorded step can read them
     samples = draw_samples(len(held), config.batch, steps, generator_for(work.recipe.seed, config.NAME))
     share = 1 / samples.shape[1]
 
@@ -62,8 +65,7 @@ def _loop(work: Workspace, config: settings.JointTuning, learned: Learnable) -> 
         return loss * (len(index) * share)  # a mean over my rows; the processes' losses add up to one over all
 
     def redraw(step: int) -> None:
-        fresh = work.views(config.views, config.NAME, str(step))
-        held.data.copy_(fresh[slice(None)])
+        work.views(config.views, config.NAME, str(step), into=held)
 
     scales = [(p, float(p.data.mean())) for p in (*learned.scales, *learned.weight_scales)]
     masters = [r for r in learned.roundings if isinstance(r, StraightThrough)] if config.weight_lr else []
@@ -84,18 +86,6 @@ def _loop(work: Workspace, config: settings.JointTuning, learned: Learnable) -> 
         refresh=redraw if config.views.every else None,
         refresh_every=max(1, config.views.every),
     )
-
-
-def _held(work: Workspace, images: Rows) -> Activations:
-    """The images as rows that can change in place."""
-    if isinstance(images, Activations):
-        return images
-    rows = images[slice(0, 1)]
-    held = work.store.allocate((len(images), *rows.shape[1:]))
-    for start in range(0, len(images), work.pass_batch):
-        part = images[slice(start, start + work.pass_batch)]
-        held.data[start : start + len(part)].copy_(part)
-    return held
 
 
 def outputs(work: Workspace, model: nn.Module, x: Any) -> list[Any]:

@@ -21,6 +21,7 @@ from aphq import recipe as settings
 from aphq.engine.seeds import generator_for
 from aphq.engine.workspace import Workspace
 from aphq.models.architecture import Stream
+from aphq.quant.layers import add_to_bias
 
 
 def rotate(work: Workspace, config: settings.Rotation) -> None:
@@ -73,7 +74,7 @@ def turn_stream(model: nn.Module, stream: Stream, generator: torch.Generator) ->
     for name in stream.constants:
         owner, _, parameter = name.rpartition(".")
         tensor: Any = getattr(model.get_submodule(owner), parameter)
-        tensor.data = _like(tensor.double().cpu() @ turn.T, tensor)
+        tensor.data = (tensor.double().cpu() @ turn.T).to(tensor)
     for reader in stream.readers:
         linears = [model.get_submodule(name) for name in reader.linears]
         fold_norm(model.get_submodule(reader.norm), linears)
@@ -104,24 +105,17 @@ def fold_norm(norm: Any, linears: list[Any]) -> None:
         bias.data = torch.zeros_like(bias)
 
 
-def add_to_bias(layer: Any, shift: Tensor) -> None:
-    """Of a plain or a quantized layer; one without a bias gets one."""
-    if layer.bias is None:
-        layer.bias = nn.Parameter(torch.zeros_like(shift), requires_grad=False)
-    layer.bias.data = layer.bias.data + shift
-
-
 def write_turned(layer: Any, turn: Tensor) -> None:
     """The layer gives `turn` times what it gave."""
     weight = layer.weight.data
-    layer.weight.data = _like((turn @ weight.flatten(1).double().cpu()).view(weight.shape), weight)
+    layer.weight.data = ((turn @ weight.flatten(1).double().cpu()).view(weight.shape)).to(weight)
     if layer.bias is not None:
-        layer.bias.data = _like(turn @ layer.bias.data.double().cpu(), layer.bias)
+        layer.bias.data = (turn @ layer.bias.data.double().cpu()).to(layer.bias)
 
 
 def read_turned(layer: Any, turn: Tensor) -> None:
     """The layer takes `turn` times what it took."""
-    layer.weight.data = _like(layer.weight.data.double().cpu() @ turn.T, layer.weight)
+    layer.weight.data = (layer.weight.data.double().cpu() @ turn.T).to(layer.weight)
 
 
 @torch.no_grad()
@@ -142,7 +136,3 @@ def turn_heads(attention: Any, generator: torch.Generator) -> None:
 
 def _plain(attention: Any, *norms: str) -> bool:
     return all(isinstance(getattr(attention, norm, None) or nn.Identity(), nn.Identity) for norm in norms)
-
-
-def _like(x: Tensor, other: Tensor) -> Tensor:
-    return x.to(other)
