@@ -295,6 +295,21 @@ def test_fresh_views_and_an_importance_of_each_image_do_not_go_together() -> Non
         preset("w3a3", "balanced").with_value("importance.kind", "ph").with_value("views.every", 10)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("block_reconstruction.views.every", 10, "either `every` or `copies`"),
+        ("block_reconstruction.views.cutmix", 0.7, "share the views"),
+        ("joint_tuning.views.copies", 2, "no copies here"),
+    ],
+)
+def test_views_that_make_no_sense_are_refused(field: str, value: float, message: str) -> None:
+    recipe = preset("w3a3", "best").with_value("block_reconstruction.views.copies", 3)
+    recipe = recipe.with_value("block_reconstruction.views.mixup", 0.5).with_value("joint_tuning.views.every", 0)
+    with pytest.raises(RecipeError, match=message):
+        recipe.with_value(field, value)
+
+
 def test_stages_are_added_in_their_place_and_replaced_by_name() -> None:
     recipe = preset("w4a4", "balanced").including(JointTuning(steps=3), Rotation())
     assert recipe.stages[0] == Rotation()

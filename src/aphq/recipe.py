@@ -82,9 +82,11 @@ class Views:
     """Fresh views of the calibration images while a stage learns, against over-fitting to a thousand pictures."""
 
     every: int = 0  # steps from one view of each image to the next; 0 keeps the images as they are
+    copies: int = 0  # or: how many views of each image are held beside it from the start
     smallest_crop: float = 0.25  # share of the picture's area that a crop shows at least
     jitter: float = 0.4  # brightness, contrast and saturation each by a factor in 1 +- jitter
     mixup: float = 0.0  # share of the views that are blended with another image
+    cutmix: float = 0.0  # share of the views with a rectangle out of another image
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,8 @@ class Recipe:
     @property
     def wants_views(self) -> bool:
         """Whether a stage draws fresh views of the images."""
-        return any(getattr(stage, "views", Views()).every for stage in self.stages)
+        views = [getattr(stage, "views", Views()) for stage in self.stages]
+        return any(v.every or v.copies for v in views)
 
     # -- changing ----------------------------------------------------------------------------------------------------
 
@@ -431,15 +434,21 @@ def _check(recipe: Recipe) -> None:
     for stage in recipe.stages:
         for f in dataclasses.fields(stage):
             _check_number(stage, f.name, require)
-        if isinstance(stage, (MlpReconstruction, BlockReconstruction)) and stage.views.every:
+        views = getattr(stage, "views", Views())
+        require(views.mixup + views.cutmix <= 1, f"{stage.NAME}.views: mixup and cutmix share the views, at most 1")
+        require(not (views.every and views.copies), f"{stage.NAME}.views: either `every` or `copies`, not both")
+        if isinstance(stage, JointTuning):
+            require(not views.copies, "joint_tuning.views: no copies here; fresh views come by `every`")
+        if isinstance(stage, (MlpReconstruction, BlockReconstruction)) and (views.every or views.copies):
             fits = stage.importance.kind not in ("ph", "brecq")
             require(fits, f"{stage.NAME}: fresh views need an importance that all images share (fisher, aph or mse)")
 
 
 SHARES = {"percentile", "quantized_share", "input_quantized_share", "warmup", "narrowest"}
-SHARES |= {"smallest_crop", "jitter", "mixup"}  # of Views
+SHARES |= {"smallest_crop", "jitter", "mixup", "cutmix"}  # of Views
 MAY_BE_ZERO = {"steps", "rounds", "outlier_candidates", "alpha", "regulariser", "warmup", "gamma", "power"}
-MAY_BE_ZERO |= {"every", "jitter", "mixup", "float_lr", "weight_lr", "scale_lr", "feature_weight", "logit_weight"}
+MAY_BE_ZERO |= {"every", "copies", "jitter", "mixup", "cutmix"}
+MAY_BE_ZERO |= {"float_lr", "weight_lr", "scale_lr", "feature_weight", "logit_weight"}
 
 
 def _check_number(owner: Any, name: str, require: Any) -> None:

@@ -89,6 +89,19 @@ def test_a_blend_is_a_mean_of_two_views() -> None:
         assert mixup or between == 0
 
 
+def test_a_collage_shows_a_rectangle_of_another_view() -> None:
+    dark, light = torch.zeros(2, 3, 40, 40, dtype=torch.uint8), torch.full((2, 3, 40, 40), 255, dtype=torch.uint8)
+    both, aspects = torch.cat([dark, light]).repeat(25, 1, 1, 1), torch.ones(100)
+    views = draw_views(both, aspects, INPUT, replace(STILL, cutmix=1.0), torch.Generator().manual_seed(0))
+    white = pixels(views)[:, 0] > 0.5
+    assert ((pixels(views) < 1e-4) | (pixels(views) > 1 - 1e-4)).all(), "nothing is blended"
+    mixed = [mask for mask in white if 0 < mask.float().mean() < 1]
+    assert len(mixed) > 30
+    for mask in mixed:
+        shares = (mask, ~mask)  # one of the two is a rectangle: what its rows and columns span
+        assert any(torch.equal(part, part.any(1)[:, None] & part.any(0)[None]) for part in shares)
+
+
 def test_grey_and_normalised_images_have_views_too() -> None:
     grey = Preprocessing(size=(16, 16), channels=1, mean=(0.5,), std=(0.25,))
     images = torch.randn(4, 1, 16, 16)

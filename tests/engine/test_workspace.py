@@ -5,6 +5,7 @@ from torch import nn
 from aphq.engine.folder import RunFolder
 from aphq.engine.workspace import ImageRows
 from aphq.models.student import enable
+from aphq.recipe import Views
 from aphq.stages.layernorm import reparameterise_norms
 
 from ..runs import all_images, pixels, short, workspace
@@ -44,8 +45,8 @@ def test_changes_made_on_a_visit_reach_the_next_unit(tiny_vit: nn.Module) -> Non
 
 def test_walking_one_model_may_take_fewer_images(tiny_vit: nn.Module) -> None:
     work = workspace(tiny_vit)
-    assert all(len(rows) == 6 for _, rows in work.walk_one(work.teacher, 6))
-    assert all(len(rows) == 16 for _, rows in work.walk_one(work.teacher, 600))
+    assert all(len(rows) == 6 for _, rows in work.walk_one(work.teacher, work.image_rows(6)))
+    assert all(len(rows) == 16 for _, rows in work.walk_one(work.teacher, work.image_rows(600)))
 
 
 @pytest.mark.parametrize("family", ["tiny_vit", "tiny_swin"])
@@ -75,6 +76,19 @@ def test_image_rows_end_where_they_should(tiny_vit: nn.Module) -> None:
     assert len(rows) == 6
     assert rows[slice(4, 8)].shape == (2, 3, 32, 32)
     assert torch.equal(rows[torch.tensor([5, 0])], all_images(work)[[5, 0]])
+
+
+def test_a_pool_holds_the_images_and_views_of_each(tiny_vit: nn.Module) -> None:
+    work = workspace(tiny_vit, short(), pixels(6))
+    images = work.image_rows()[slice(None)]
+    pool = work.pool(Views(copies=2), "a stage")
+    assert len(pool) == 18
+    assert torch.equal(pool[slice(0, 6)], images)
+    first, second = pool[slice(6, 12)], pool[slice(12, 18)]
+    assert not torch.equal(first, second)
+    assert torch.equal(work.pool(Views(copies=2), "a stage")[slice(6, 12)], first), "a run that goes on sees the same"
+    assert isinstance(work.pool(Views(), "a stage"), ImageRows)
+    assert all(len(visit.teacher_out) == len(visit.student_in) == 18 for visit in work.walk(pool))
 
 
 def test_memory_is_given_back_along_the_walk(tiny_vit: nn.Module) -> None:

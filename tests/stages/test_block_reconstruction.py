@@ -102,10 +102,11 @@ def test_every_importance_works(tiny_vit: nn.Module, kind: str) -> None:
 
 def test_the_head_is_trained_on_the_prediction_itself(tiny_vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[tuple[int, ...]] = []
+    real = LOGITS.loss
 
     def noted(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
         used.append(tuple(logits.shape))
-        return LOGITS.loss(logits, target, temperature)
+        return real(logits, target, temperature)
 
     work = searched(tiny_vit, block_reconstruction__steps=3)
     monkeypatch.setattr(work.distillation, "loss", noted)
@@ -130,6 +131,16 @@ def test_fresh_views_are_seen_and_gone_after_the_unit(tiny_vit: nn.Module) -> No
     weights = [w.student.get_parameter("blocks.1.mlp.fc1.weight") for w in (plain, fresh)]
     assert not torch.equal(*weights)
     assert torch.equal(next(fresh.walk()).teacher_in[slice(None)], all_images(fresh))
+
+
+@pytest.mark.parametrize("importance", ["fisher", "aph"])
+def test_views_beside_the_images_are_learned_from(tiny_vit: nn.Module, importance: str) -> None:
+    plain = searched(tiny_vit, steps=6, importance__kind=importance)
+    more = searched(tiny_vit, steps=6, importance__kind=importance, block_reconstruction__views__copies=2)
+    reconstruct(plain)
+    reconstruct(more)
+    weights = [w.student.get_parameter("blocks.1.mlp.fc1.weight") for w in (plain, more)]
+    assert not torch.equal(*weights)
 
 
 def test_biases_and_norms_learn_when_asked(tiny_vit: nn.Module) -> None:

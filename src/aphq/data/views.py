@@ -1,7 +1,8 @@
 """Fresh views of the calibration images, drawn many times over while a stage learns.
 
 The pictures are kept once as sources, squeezed into small squares, so that a view of all of them (a crop of random area
-and ratio, a flip, a change of colours, a blend of two) is a few passes on the compute device and no decoding.
+and ratio, a flip, a change of colours, a blend or a collage of two) is a few passes on the compute device, without
+decoding.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def draw_views(
     boxes = _crops(aspects, config.smallest_crop, generator)
     jitter = 1 + config.jitter * (2 * torch.rand(3, count, generator=generator) - 1)
     partners = torch.randperm(count, generator=generator)
-    blended = torch.rand(count, generator=generator) < config.mixup
-    shares = torch.where(blended, torch.rand(count, generator=generator), 1.0)
+    kind, share, *corner = torch.rand(4, count, generator=generator)
+    blended = kind < config.mixup
+    cut = ~blended & (kind < config.mixup + config.cutmix)
 
     mean = torch.tensor(preprocessing.mean, device=device).view(-1, 1, 1)
     std = torch.tensor(preprocessing.std, device=device).view(-1, 1, 1)
@@ -49,9 +51,10 @@ def draw_views(
     grid = F.affine_grid(boxes.to(device), [count, *preprocessing.shape], align_corners=False)
     views = F.grid_sample(pixels, grid, padding_mode="border", align_corners=False)
     views = _recoloured(views, jitter.to(device)[:, :, None, None, None])
-    if blended.any():
-        share = shares.to(device)[:, None, None, None]
-        views = share * views + (1 - share) * views[partners.to(device)]
+    if blended.any() or cut.any():
+        own = torch.where(blended, share, 1.0)[:, None, None, None]  # how much of each pixel is the view's own
+        own = torch.where(cut[:, None, None, None], _outside(share, corner, preprocessing.size), own).to(device)
+        views = own * views + (1 - own) * views[partners.to(device)]
     return (views - mean) / std
 
 
@@ -69,6 +72,17 @@ def _crops(aspects: Tensor, smallest: float, generator: torch.Generator) -> Tens
     theta[:, 0, 2] = (1 - width) * (2 * x - 1)
     theta[:, 1, 2] = (1 - height) * (2 * y - 1)
     return theta
+
+
+def _outside(share: Tensor, corner: list[Tensor], size: tuple[int, int]) -> Tensor:
+    """[n, 1, height, width]: 0 in a rectangle of the view's shape that leaves `share` of its area, 1 elsewhere."""
+    side = (1 - share).sqrt()
+    inside = []
+    for start, pixels in zip(corner, size, strict=True):
+        at = (torch.arange(pixels) + 0.5) / pixels - ((1 - side) * start)[:, None]  # from the rectangle's edge
+        inside.append((at >= 0) & (at < side[:, None]))
+    rows, columns = inside
+    return 1 - (rows[:, :, None] & columns[:, None, :]).float()[:, None]
 
 
 def _recoloured(views: Tensor, factors: Tensor) -> Tensor:

@@ -98,15 +98,30 @@ class Workspace:
 
     def views(self, config: Views, *purpose: str, into: Activations | None = None) -> Activations:
         """A fresh view of every image, in the place of `into` if given; `purpose` names the draw."""
+        into = into or self.store.allocate((len(self.images), *self.images.batch(slice(0, 1)).shape[1:]))
+        self._draw(config, into.data, *purpose)
+        return into
+
+    def _draw(self, config: Views, into: Tensor, *purpose: str) -> None:
         assert isinstance(self.images, CalibrationSet), "scenes are seen whole"
         sources, aspects = self.view_sources
-        preprocessing = self.images.preprocessing
         generator = generator_for(self.recipe.seed, "views", *purpose)
-        into = into or self.store.allocate((len(sources), *preprocessing.shape))
         for start in range(0, len(sources), VIEWS_PER_PASS):
             rows = slice(start, start + VIEWS_PER_PASS)
-            into.data[rows].copy_(draw_views(sources[rows], aspects[rows], preprocessing, config, generator))
-        return into
+            into[rows].copy_(draw_views(sources[rows], aspects[rows], self.images.preprocessing, config, generator))
+
+    def pool(self, config: Views, stage: str) -> Rows:
+        """The images, and behind them as many views of each as the stage asks for."""
+        if not config.copies:
+            return self.image_rows()
+        count = len(self.images)
+        held = self.store.allocate((count * (1 + config.copies), *self.images.batch(slice(0, 1)).shape[1:]))
+        for start in range(0, count, VIEWS_PER_PASS):
+            rows = slice(start, min(count, start + VIEWS_PER_PASS))
+            held.data[rows].copy_(self.images.batch(rows, self.device))
+        for copy in range(1, 1 + config.copies):
+            self._draw(config, held.data[copy * count : (copy + 1) * count], stage, str(copy))
+        return held
 
     @torch.no_grad()
     def refresh(self, visit: Visit, images: Rows) -> None:
@@ -138,11 +153,11 @@ class Workspace:
     def teacher_logits(self) -> Rows:
         return self.forward(self.teacher, lambda model, x: run_units(model, self.units, x), self.image_rows())
 
-    def walk(self) -> Iterator[Visit]:
+    def walk(self, images: Rows | None = None) -> Iterator[Visit]:
         """Teacher and student side by side, unit by unit; after each visit the student's unit, as it is by then,
         takes the student's activations forward. One pass over the images for each, three activations in memory."""
-        teacher_in: Rows = self.image_rows()
-        if not self.images.ragged:  # whole scenes are large, and few: they stay bytes
+        teacher_in = self.image_rows() if images is None else images
+        if isinstance(teacher_in, ImageRows) and not self.images.ragged:  # whole scenes are large: they stay bytes
             teacher_in = push(lambda x: x, teacher_in, self.store, self.pass_batch)
         student_in = teacher_in
         for unit in self.units:
@@ -153,9 +168,9 @@ class Workspace:
             student_in = self.forward(self.student, whole(unit), student_in)
             teacher_in = self.forward(self.teacher, unit.bridge, teacher_out)
 
-    def walk_one(self, model: nn.Module, count: int | None = None) -> Iterator[tuple[Unit, Rows]]:
+    def walk_one(self, model: nn.Module, images: Rows | None = None) -> Iterator[tuple[Unit, Rows]]:
         """(unit, its input) along one model."""
-        rows: Rows = self.image_rows(count)
+        rows = self.image_rows() if images is None else images
         for unit in self.units:
             yield unit, rows
             if unit is not self.units[-1]:

@@ -34,7 +34,7 @@ def reconstruct_blocks(work: Workspace, config: settings.BlockReconstruction) ->
     if todo:
         importances = Importances(work, config.importance)
         work.progress.start(config.NAME, config.steps * len(todo))
-        for visit in work.walk():
+        for visit in work.walk(work.pool(config.views, config.NAME)):
             unit = visit.unit
             for module in unit_modules(work, unit):
                 enable(module)

@@ -27,7 +27,7 @@ def compensate_errors(work: Workspace, config: settings.ErrorCompensation) -> No
     """The stage: every layer with a quantized weight, on what the quantized units before its own give."""
     todo = [unit for unit in work.units if not work.restore_unit(config.NAME, unit)]
     work.progress.start(config.NAME, len(todo))
-    for unit, rows in work.walk_one(work.student, config.images) if todo else ():
+    for unit, rows in work.walk_one(work.student, work.image_rows(config.images)) if todo else ():
         for module in unit_modules(work, unit):
             enable(module)
         if unit in todo:

@@ -109,7 +109,7 @@ class Importances:
 
     def _mean_over_samples(self, site: str, visit: Visit) -> Tensor:
         total: Tensor | None = None
-        count, batch = len(visit.teacher_in), self.work.pass_batch
+        count, batch = len(self.work.images), self.work.pass_batch  # views come behind them, and do not count
         for number, start in enumerate(range(0, count, batch)):
             if self.work.ranks.owns(number):
                 part = self._sample_map(site, visit, slice(start, start + batch)).sum(0, keepdim=True)

@@ -25,7 +25,7 @@ def reparameterise_norms(work: Workspace, config: settings.LayerNormReparameteri
     """The stage: every LayerNorm whose only reader is a layer with a quantized input, and the attention values."""
     todo = [unit for unit in work.units if unit.norms and not work.restore_unit(config.NAME, unit)]
     work.progress.start(config.NAME, len(todo))
-    for unit, rows in work.walk_one(work.student, config.images) if todo else ():
+    for unit, rows in work.walk_one(work.student, work.image_rows(config.images)) if todo else ():
         if unit in todo:
             pairs = {pair.linear: pair for pair in unit.norms if _fits(work, pair)}
             layers: dict[str, Any] = {name: work.student.get_submodule(name) for name in pairs}

@@ -44,7 +44,7 @@ def reconstruct_mlps(work: Workspace, config: settings.MlpReconstruction) -> Non
     importances = Importances(work, config.importance)
     work.progress.start(stage, config.steps * len(todo))
     jobs: list[Job] = []
-    for unit, rows in work.walk_one(work.teacher):
+    for unit, rows in work.walk_one(work.teacher, work.pool(config.views, stage)):
         if unit in todo:
             jobs.append(_prepare(work, config, importances, unit, rows))
             if unit is todo[-1] or len(jobs) == MOST_TOGETHER or not _room_for_another(work, jobs):

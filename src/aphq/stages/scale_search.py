@@ -31,7 +31,7 @@ def search_scales(work: Workspace, config: settings.ScaleSearch) -> None:
     """The stage: every quantizer of the student gets its scale and zero-point."""
     todo = [unit for unit in work.units if not work.restore_unit(config.NAME, unit)]
     work.progress.start(config.NAME, len(todo))
-    for unit, rows in work.walk_one(work.student, config.images) if todo else ():
+    for unit, rows in work.walk_one(work.student, work.image_rows(config.images)) if todo else ():
         if unit in todo:
             sites = {name: site for prefix in unit.modules for name, site in quantized_sites(work.student, prefix)}
             shrunk = _shrink_outliers(work, unit, rows, config)
