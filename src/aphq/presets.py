@@ -6,7 +6,8 @@ fast      reparameterisation and scale search: seconds on a GPU, about a minute 
 balanced  every stage, with a few hundred to two thousand steps per unit and the `fisher` importance, which is seeded
           and needs only a few passes for all units
 paper     the published recipe: 20 000 steps per unit, augmented images, the `aph` importance
-best      `balanced` with 10 000 steps per unit on a rotated model, then the whole network tuned jointly on fresh views
+best      a rotated model, 10 000 steps per unit on each image and 15 views of it, then the whole network tuned jointly
+          on fresh views
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from aphq.recipe import (
     Rotation,
     ScaleSearch,
     Stage,
+    Views,
     Weights,
 )
 from aphq.typed import nearest
@@ -84,6 +86,9 @@ def _stages(weight_bits: int, activation_bits: int, effort: str) -> tuple[Stage,
         steps = steps if effort == "balanced" else 10_000
         mlp = replace(mlp, steps=steps, importance=importance)
         blocks = replace(blocks, steps=steps, importance=importance)
+    if effort == "best":
+        views = Views(copies=15, mixup=0.5)
+        mlp, blocks = replace(mlp, views=views), replace(blocks, views=views)
     stages: tuple[Stage, ...] = (norms, search, blocks)
     if activation_bits <= LOW_BITS:
         stages = (mlp, *stages)

@@ -210,7 +210,7 @@ class JointTuning:
     logit_weight: float = 1.0  # of that divergence
     feature_weight: float = 5.0  # of the relative error of the units' outputs
     quantized_share: float = 1.0  # QDrop: the chance of an activation to be quantized
-    views: Views = field(default_factory=lambda: Views(every=32, mixup=1.0))
+    views: Views = field(default_factory=lambda: Views(every=32, mixup=0.5, cutmix=0.5))
     NAME: ClassVar[str] = "joint_tuning"
 
 
