@@ -183,16 +183,6 @@ class BlockReconstruction:
 
 
 @dataclass(frozen=True)
-class OutputCorrection:
-    """A factor and a constant per channel of what a layer writes, by least squares, folded into its scale and bias."""
-
-    kind: Literal["output_correction"] = "output_correction"
-    images: int = 64
-    factors: bool = True  # off: constants alone
-    NAME: ClassVar[str] = "output_correction"
-
-
-@dataclass(frozen=True)
 class JointTuning:
     """The whole quantized network tuned against the float teacher, at its logits and after every unit, on fresh views.
 
@@ -221,7 +211,6 @@ Stage = (
     | ScaleSearch
     | ErrorCompensation
     | BlockReconstruction
-    | OutputCorrection
     | JointTuning
 )
 STAGES: dict[str, type[Stage]] = {cls.NAME: cls for cls in get_args(Stage)}  # in the order in which they run

@@ -66,7 +66,6 @@ class Unit:
     mlp: str | None = None  # module with fc1, act, fc2
     norms: tuple[NormPair, ...] = ()
     makes: tuple[str, ...] = ()  # the tensors of a state that are the unit's output; none where tensors flow
-    writers: tuple[str, ...] = ()  # layers that write what leaves the unit: it means the same in teacher and student
 
 
 def unchanged(model: nn.Module, x: Value) -> Value:

@@ -61,16 +61,14 @@ class TimmSwin(Architecture):
                 require_type(block.mlp.act, f"{name}.mlp.act", nn.GELU)  # timm builds no other
 
     def units(self, model: Any) -> tuple[Unit, ...]:
-        embed, writers = "patch_embed", ("patch_embed.proj",)
-        units = [Unit(embed, "patch_embed", module_step(embed), unchanged, (embed,), writers=writers)]
+        units = [Unit("patch_embed", "patch_embed", module_step("patch_embed"), unchanged, ("patch_embed",))]
         height, width = model.patch_embed.grid_size
         for s, stage in enumerate(model.layers):
             if isinstance(stage.downsample, PatchMerging):
                 height, width = -(-height // 2), -(-width // 2)  # an odd side is padded; `input_resolution` says less
                 name = f"layers.{s}.downsample"
                 pair = NormPair(f"{name}.norm", f"{name}.reduction")
-                writers = (pair.linear,)
-                units.append(Unit(name, "merge", module_step(name), unchanged, (name,), norms=(pair,), writers=writers))
+                units.append(Unit(name, "merge", module_step(name), unchanged, (name,), norms=(pair,)))
             for b, block in enumerate(stage.blocks):
                 name = f"layers.{s}.blocks.{b}"
                 is_last = stage is model.layers[-1] and block is stage.blocks[-1]
@@ -79,10 +77,7 @@ class TimmSwin(Architecture):
                     NormPair(f"{name}.norm2", f"{name}.mlp.fc1"),
                 )
                 bridge = _final_norm if is_last else unchanged
-                unit = Unit(
-                    name, "block", module_step(name), bridge, (name,), f"{name}.mlp", norms, (), block_writers(name)
-                )
-                units.append(unit)
+                units.append(Unit(name, "block", module_step(name), bridge, (name,), f"{name}.mlp", norms))
         units.append(Unit("head", "head", module_step("head"), unchanged, ("head",)))
         return tuple(units)
 

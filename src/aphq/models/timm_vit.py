@@ -66,14 +66,10 @@ class TimmVit(Architecture):
                 modules=(name,),
                 mlp=f"{name}.mlp",
                 norms=(NormPair(f"{name}.norm1", f"{name}.attn.qkv"), NormPair(f"{name}.norm2", f"{name}.mlp.fc1")),
-                writers=block_writers(name),
             )
             for name in (f"blocks.{i}" for i in range(len(model.blocks)))
         )
-        embed = Unit(
-            "patch_embed", "patch_embed", module_step("patch_embed"), _embed_positions, ("patch_embed",),
-            writers=("patch_embed.proj",),
-        )  # fmt: skip
+        embed = Unit("patch_embed", "patch_embed", module_step("patch_embed"), _embed_positions, ("patch_embed",))
         return embed, *blocks, self.head_unit(model)
 
     def head_unit(self, model: Any) -> Unit:

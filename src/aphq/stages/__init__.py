@@ -10,7 +10,6 @@ from aphq.recipe import (
     JointTuning,
     LayerNormReparameterisation,
     MlpReconstruction,
-    OutputCorrection,
     Rotation,
     ScaleSearch,
 )
@@ -19,7 +18,6 @@ from aphq.stages.error_compensation import compensate_errors
 from aphq.stages.joint_tuning import tune_jointly
 from aphq.stages.layernorm import reparameterise_norms
 from aphq.stages.mlp_reconstruction import reconstruct_mlps
-from aphq.stages.output_correction import correct_outputs
 from aphq.stages.rotation import rotate
 from aphq.stages.scale_search import search_scales
 
@@ -30,6 +28,5 @@ RUN_STAGE: dict[type, Callable[[Workspace, Any], None]] = {
     ScaleSearch: search_scales,
     ErrorCompensation: compensate_errors,
     BlockReconstruction: reconstruct_blocks,
-    OutputCorrection: correct_outputs,
     JointTuning: tune_jointly,
 }
