@@ -85,7 +85,7 @@ def mean_slope(model, images, args: argparse.Namespace, direction: str, step: fl
 
 def print_table(rows: list[dict]) -> None:
     steps = sorted({row["epsilon"] for row in rows})
-    print(f"| precision | direction | {' | '.join(f'ε = {step:g}' for step in steps)} |")
+    print(f"| precision | direction | {' | '.join(f'Δ = {step:g}' for step in steps)} |")
     print(f"|---|---{'|---' * len(steps)}|")
     names = {"ones": "all ones", "random": "random signs"}
     for precision, direction in dict.fromkeys((row["precision"], row["direction"]) for row in rows):
