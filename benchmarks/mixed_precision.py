@@ -7,7 +7,7 @@
 For a target of whole bits the mixed recipe stands against the uniform one of equal size; between two whole bits against
 both neighbours and against every second block at the higher one, which is what a mixture costs without an analysis.
 `--hold` of the calibration images are seen by no stage and no analysis: KL and agreement with the float model are
-measured on those, top-1 on validation images, which decide nothing.
+measured on those, top-1 on validation images, which decide nothing. Recipes that the file has are not measured again.
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ def measure_all(args: argparse.Namespace) -> None:
     used = every.first(len(every) - args.hold)
     held = replace(every, images=every.images[len(used) :], names=())
     reference = aphq.evaluate(model, args.val, limit=args.val_limit, device=device)
-    done: set[str] = set()
+    done = already_there(args)
     for target in args.target:
+        if f"mixed {target:g}" in done and not rivals(target, args.effort, args.seed, model).keys() - done:
+            continue
         started = time.time()
         found = aphq.analyze(model, used, target_bits=target, effort=args.effort, seed=args.seed)
         analysed = time.time() - started
@@ -86,6 +88,12 @@ def measure_all(args: argparse.Namespace) -> None:
             with open(args.out, "a") as handle:
                 handle.write(json.dumps(line) + "\n")
             print(json.dumps(line), flush=True)
+
+
+def already_there(args: argparse.Namespace) -> set[str]:
+    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.is_file() else []
+    mine = {"model": args.model, "effort": args.effort, "steps": args.steps, "seed": args.seed}
+    return {row["recipe"] for row in rows if all(row[name] == value for name, value in mine.items())}
 
 
 def rivals(target: float, effort: str, seed: int, model):
