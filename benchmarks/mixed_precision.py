@@ -148,8 +148,10 @@ def print_table(rows: list[dict]) -> None:
         effort = row["effort"] + (f", {row['steps']} steps" if row["steps"] else "")
         bits = [f"{row['weight_bits']:.2f}", f"{row['activation_bits']:.2f}"]
         kl, same = f"{row['held']['kl']:.3f}", f"{row['held']['agreement']:.1f}"
-        cells = [row["model"], effort, row["recipe"], *bits, kl, same, f"{row['float']:.2f}", f"{row['top1']:.2f}"]
-        print(f"| {' | '.join([*cells, str(row['images'])])} |")
+        top1 = (
+            ["", "", ""] if row["top1"] is None else [f"{row['float']:.2f}", f"{row['top1']:.2f}", str(row["images"])]
+        )
+        print(f"| {' | '.join([row['model'], effort, row['recipe'], *bits, kl, same, *top1])} |")
 
 
 if __name__ == "__main__":
