@@ -39,8 +39,8 @@ SEARCHED = 16  # images that scales are searched on
 HELD_OUT = 16  # enough to rank by divergence; a share of equal classes wants more, and the time for it
 COSTS_ON = 8  # of the held-out images, for costs at several bits
 FEWEST, MOST = 2, 8
-# The same kind of search as in a run: a mixture made from scales by the tensors' own error was hardly better than uniform
-# bits (results/mixed_precision.md).
+# The same kind of search as in a run: a mixture made from scales by the tensors' own error was hardly better than
+# uniform bits (results/mixed_precision.md).
 NORMS = LayerNormReparameterisation(images=SEARCHED, candidates=16, values=True)
 SEARCH = ScaleSearch(images=SEARCHED, candidates=16, rounds=1, tokens=256)
 
