@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
-SOURCES := $(wildcard src tests scripts benchmarks examples)
+SOURCES := $(wildcard src tests scripts benchmarks examples docs/hooks)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format clean
+.PHONY: help install demo test test-slow lint format docs docs-serve clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,12 @@ lint: install ## check style (ruff), layout (ruff format) and types (mypy)
 format: install ## rewrite the sources in the house layout
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
+
+docs: install ## build the documentation into build/site; a broken link is an error
+	$(BIN)/mkdocs build --strict
+
+docs-serve: install ## show the documentation at http://127.0.0.1:8000, rebuilt when it changes
+	$(BIN)/mkdocs serve
 
 clean: ## remove caches and build outputs, keep .venv
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov

@@ -133,14 +133,24 @@ def quantize(
 ) -> Run:
     """Quantize `model` with unlabelled images.
 
-    model: a timm VisionTransformer or SwinTransformer, or a timm name (weights from the hub or the file `weights`); a
-        detector of `aphq.detection`, or its name with the file `weights`.
-    recipe: a preset name such as "w4a4" at an `effort`, a YAML or JSON file, or a Recipe.
-    data: a folder, list or zip of images, a tensor, a DataLoader or any iterable of images; see `load_calibration`.
-    out: the run folder; a run that was stopped goes on when called again. None keeps everything in memory.
-    val: labelled images to measure float and quantized accuracy on; for a detector (instances.json, folder of images).
-
     Started by `torchrun`, the processes share the work; the first saves and measures, the others get the model alone.
+
+    Args:
+        model: a timm VisionTransformer or SwinTransformer, or a timm name (weights from the hub or the file `weights`);
+            a detector of `aphq.detection`, or its name with the file `weights`.
+        recipe: a preset name such as "w4a4" at an `effort`, a YAML or JSON file, or a Recipe.
+        data: a folder, list or zip of images, a tensor, a DataLoader or any iterable of images; see `load_calibration`.
+        effort: "fast", "balanced", "paper" or "best", for a preset.
+        out: the run folder; a run that was stopped goes on when called again. None keeps everything in memory.
+        val: labelled images to measure float and quantized accuracy on; for a detector (instances.json, folder of
+            images).
+        weights: a local weights file, for a model given by name.
+        preprocessing: what the model expects of its images, where it does not say so itself.
+        device: "auto" is the first GPU, or the CPU.
+        gpu_memory_gb: GiB of cached activations on the GPU; what is more goes to host memory.
+        host_memory_gb: GiB of cached activations there; what is more goes to disk.
+        val_limit: measure on this many images, spread over the classes.
+        progress: what is told how far the run is.
     """
     chosen = resolve_recipe(recipe, effort)
     target = resolve_device(device)
@@ -222,9 +232,18 @@ def evaluate(
     keep: Callable[[Any], None] | None = None,
 ) -> Any:
     """Top-1 and top-5 (`Accuracy`) of a model, a saved run or an exported file on labelled images, or the box and mask
-    AP of a detector (`DetectionAccuracy`) on (instances.json, folder of images); `keep` then gets every detection.
+    AP of a detector (`DetectionAccuracy`).
 
-    runtime: what runs a .onnx or .xml file, "onnxruntime" or "openvino"; for a run folder "simulated" or "int8".
+    Args:
+        model: a module, a run folder or an exported file.
+        val: labelled images: a folder per class; for a detector (instances.json, folder of images).
+        runtime: what runs a .onnx or .xml file, "onnxruntime" or "openvino"; for a run folder "simulated" or "int8".
+        preprocessing: what the model expects of its images, where it does not say so itself.
+        device: "auto" is the first GPU, or the CPU.
+        batch: images per forward pass.
+        limit: measure on this many images, spread over the classes.
+        progress: called with the number of images done since the last call.
+        keep: gets every detection of a detector.
     """
     if isinstance(model, (str, Path)):
         model = open_model(model, runtime)

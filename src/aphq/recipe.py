@@ -101,7 +101,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class MlpReconstruction:
-    """GELU becomes ReLU in every MLP, retrained against the float MLP (paper Sec. 3.3, Eq. 9-13)."""
+    """GELU becomes ReLU in every MLP, retrained against the float MLP (paper Sec. 3.3, Eq. 11-14)."""
 
     kind: Literal["mlp_reconstruction"] = "mlp_reconstruction"
     steps: int = 20_000

@@ -6,14 +6,14 @@ from torch import nn
 
 import aphq
 from aphq.analysis import Analysis, analyze
-from aphq.analysis.findings import SEARCHED, Bench, mixed_recipe
+from aphq.analysis.findings import NORMS, SEARCH, SEARCHED, Bench, mixed_recipe
 from aphq.analysis.held_out import sides, switched
 from aphq.analysis.sensitivity import costs, element_counts
 from aphq.engine.progress import Progress
 from aphq.errors import DataError, RecipeError
 from aphq.models.student import enable
 from aphq.quant.layers import quantized_sites
-from aphq.recipe import Recipe
+from aphq.recipe import LayerNormReparameterisation, Recipe, ScaleSearch
 
 from ..conftest import Build
 from ..runs import pixels
@@ -86,6 +86,13 @@ def test_the_proposal_keeps_the_budget_and_can_be_run(found: Analysis, tiny_vit:
     run = aphq.quantize(tiny_vit, recipe, pixels(), device="cpu")
     bits = sum(row.weight_bits * row.parameters for row in run.coverage if row.weight_bits)
     assert bits / sum(row.parameters for row in run.coverage) == pytest.approx(proposal.weight_bits)
+
+
+def test_scales_are_searched_in_the_way_of_a_run() -> None:
+    norms, search = aphq.preset("w4a4", "fast").stages
+    assert isinstance(norms, LayerNormReparameterisation)
+    assert isinstance(search, ScaleSearch)
+    assert (NORMS.values, SEARCH.method, SEARCH.rounds) == (norms.values, search.method, search.rounds)
 
 
 def test_only_what_differs_is_overridden() -> None:

@@ -209,6 +209,24 @@ def test_loops_run_together_end_where_they_end_alone() -> None:
         assert set(curve.to_dict()) == {"losses", "step_ms", "together"}
 
 
+def test_the_error_is_kept_apart_from_what_is_added_to_it_and_changes_nothing() -> None:
+    x, y = problem()
+    weight, bias = start()
+
+    def loss_of(index: Tensor, now: Now) -> tuple[Tensor, Tensor]:
+        error = (x[index] @ weight + bias - y[index]).square().mean()
+        return error + now["penalty"] * bias.square().sum(), error
+
+    groups = [Group([weight], cosine(0.1, STEPS)), Group([bias], constant(0.05, STEPS))]
+    curve = Loop(loss_of, groups, samples(), CPU, {"penalty": torch.linspace(0, 1, STEPS)}, apart=True).run()
+    for mine, plain in zip((weight.detach(), bias.detach(), curve.losses), run(), strict=True):
+        assert torch.equal(mine, plain)
+    assert curve.errors is not None
+    assert curve.errors[0] == curve.losses[0], "the penalty's weight starts at 0"
+    assert (curve.losses - curve.errors).max() > 1e-3, "the penalty is in the loss alone"
+    assert set(curve.to_dict()) == {"losses", "errors", "step_ms", "together"}
+
+
 def test_the_clock_counts_the_steps() -> None:
     clock, seen = torch.full((1,), 7), []
     parameter = torch.ones(1, requires_grad=True)
@@ -229,11 +247,13 @@ def test_a_recorded_step_does_what_an_eager_one_does() -> None:
     for capture in (True, False):
         weight = torch.zeros(3, device=device, requires_grad=True)
 
-        def loss_of(index: Tensor, now: Now, weight: Tensor = weight) -> Tensor:
-            return now["factor"] * (x[index] @ weight - y[index]).square().mean()
+        def loss_of(index: Tensor, now: Now, weight: Tensor = weight) -> tuple[Tensor, Tensor]:
+            error = (x[index] @ weight - y[index]).square().mean()
+            return now["factor"] * error, error
 
         schedules = {"factor": torch.linspace(1, 2, STEPS)}
-        loop = Loop(loss_of, [Group([weight], cosine(0.1, STEPS))], samples(), device, schedules, capture=capture)
-        results.append((loop.run().losses, weight.detach().cpu()))
+        groups = [Group([weight], cosine(0.1, STEPS))]
+        curve = Loop(loss_of, groups, samples(), device, schedules, capture=capture, apart=True).run()
+        results.append((curve.losses, curve.errors, weight.detach().cpu()))
     for recorded, eager in zip(*results, strict=True):
         torch.testing.assert_close(recorded, eager, rtol=1e-5, atol=1e-6)

@@ -102,6 +102,13 @@ def test_of_a_unit_that_was_trained_twice_the_later_counts() -> None:
     assert loss_curves([*events, event(0, "unit", stage="b", unit="x")]) == (LossCurve("a", "x", (2.0,)),)
 
 
+def test_a_curve_shows_the_error_alone_where_it_was_recorded() -> None:
+    (curve,) = loss_curves([event(0, "unit", stage="a", unit="x", losses=[1.0, 9.0, 1.0], errors=[1.0, 1.0, 1.0])])
+    assert curve.shown == (1.0, 1.0, 1.0)
+    assert curve.fluctuation == 0
+    assert LossCurve("a", "x", (1.0, 3.0)).shown == (1.0, 3.0), "a run of an earlier aphq"
+
+
 def test_fluctuation_is_zero_for_a_constant_and_grows_with_noise() -> None:
     assert LossCurve("a", "x", (2.0, 2.0, 2.0)).fluctuation == 0
     assert LossCurve("a", "x", (1.0, 3.0, 1.0)).fluctuation == pytest.approx(1)

@@ -93,6 +93,16 @@ def test_each_unit_learns(tiny_vit: nn.Module, tmp_path: Path) -> None:
         assert losses[-40:].mean() < losses[:40].mean(), event["unit"]
 
 
+def test_the_error_is_recorded_apart_from_the_term_that_decides_the_rounding(
+    tiny_vit: nn.Module, tmp_path: Path
+) -> None:
+    work = searched(tiny_vit, block_reconstruction__steps=10, block_reconstruction__warmup=0.5)
+    for unit in reconstruct(work, tmp_path):
+        losses, errors = unit["losses"], unit["errors"]
+        assert errors[:5] == losses[:5], "there is no other term during the warm-up"
+        assert all(loss > error > 0 for loss, error in zip(losses[5:], errors[5:], strict=True))
+
+
 @pytest.mark.parametrize("kind", ["mse", "brecq", "ph", "aph", "fisher"])
 def test_every_importance_works(tiny_vit: nn.Module, kind: str) -> None:
     work = searched(tiny_vit, block_reconstruction__importance__kind=kind)

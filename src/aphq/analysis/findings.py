@@ -1,7 +1,7 @@
 """`aphq.analyze`: the sensitivity of every layer without a full run, and a mixed-precision recipe from it.
 
-Scales are searched once per bit-width, by the error of the tensor itself, on a few images; what a layer does to the
-prediction is measured on others. That ranks layers, and takes about a minute where a run takes an hour.
+Scales are searched once per bit-width on a few images, by the stages of effort `fast` cut short; what a layer does to
+the prediction is measured on others. That ranks layers, and takes about a minute where a run takes an hour.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ SEARCHED = 16  # images that scales are searched on
 HELD_OUT = 16  # enough to rank by divergence; a share of equal classes wants more, and the time for it
 COSTS_ON = 8  # of the held-out images, for costs at several bits
 FEWEST, MOST = 2, 8
-NORMS = LayerNormReparameterisation(images=SEARCHED, candidates=16)
-SEARCH = ScaleSearch(method="self_mse", images=SEARCHED, candidates=16, tokens=256)
+# The same kind of search as in a run: a mixture made from scales by the tensors' own error was hardly better than
+# uniform bits (results/mixed_precision.md).
+NORMS = LayerNormReparameterisation(images=SEARCHED, candidates=16, values=True)
+SEARCH = ScaleSearch(images=SEARCHED, candidates=16, rounds=1, tokens=256)
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,12 @@ RUNTIMES = ("simulated", "int8")
 def load(path: str | Path, device: torch.device | str = "cpu", *, runtime: str = "simulated") -> nn.Module:
     """The quantized model saved in the folder `path`, in eval mode.
 
-    runtime: "simulated" passes float tensors through the integers' values, and can go on being quantized or exported;
-    "int8" multiplies real integers, for use on a CPU with VNNI or on a GPU."""
+    Args:
+        path: a run folder, or one that `save` wrote.
+        device: where the model goes.
+        runtime: "simulated" passes float tensors through the integers' values, and can be exported; "int8" multiplies
+            real integers, for use on a CPU with VNNI or on a GPU.
+    """
     if runtime not in RUNTIMES:
         raise ArtifactError(f"there is no runtime {runtime!r}: {nearest(runtime, RUNTIMES)}")
     folder = Path(path)

@@ -24,7 +24,7 @@ from aphq.engine.ranks import Ranks
 
 log = logging.getLogger(__name__)
 Now = Mapping[str, Tensor]  # the schedules' values at this step
-LossOf = Callable[[Tensor, Now], Tensor]  # (sample indices, now) -> loss
+LossOf = Callable[[Tensor, Now], Tensor | tuple[Tensor, Tensor]]  # (sample indices, now) -> loss, or (loss, its error)
 LARGE = 16_384  # elements of a tensor that has a launch of its own
 WARMUP_STEPS = 3  # run as they are before recording, so that the optimiser has its state
 REPORT_EVERY = 50
@@ -53,6 +53,7 @@ class Loop:
     ranks: Ranks = field(default_factory=Ranks)  # `loss_of` gets this process's share of a batch; losses add up
     refresh: Callable[[int], None] | None = None  # called with the step's number after every `refresh_every` steps
     refresh_every: int = 1
+    apart: bool = False  # `loss_of` gives the error it contains too, which is kept beside the loss
 
     def run(self, report: Callable[[int], None] | None = None) -> Curve:
         """Every step; `report(n)` is called after every few."""
@@ -68,19 +69,22 @@ class Loop:
         table = torch.stack([column.float() for column in columns], dim=1).to(device)  # [steps, rates + schedules]
         row = table[0].clone()
         samples = self.samples[:, self.ranks.share_of(self.samples.shape[1])].to(device)
-        self.losses = torch.zeros(steps, device=device)
+        self.losses, self.errors = torch.zeros(2, steps, device=device)
         optimiser = Adam([(list(group.parameters), row[i]) for i, group in enumerate(groups)], counter)
         now = {name: row[len(groups) + i] for i, name in enumerate(self.schedules)}
 
         def step() -> None:
             row.copy_(table.index_select(0, counter)[0])
-            loss = self.loss_of(samples.index_select(0, counter)[0], now)
-            *grads, loss = self.ranks.add([*torch.autograd.grad(loss, parameters), loss.detach().reshape(1)])
-            optimiser.step(grads)
+            found = self.loss_of(samples.index_select(0, counter)[0], now)
+            seen = found if isinstance(found, tuple) else (found,)
+            grads = torch.autograd.grad(seen[0], parameters)
+            added = self.ranks.add([*grads, *(value.detach().reshape(1) for value in seen)])
+            optimiser.step(added[: len(grads)])
             with torch.no_grad():
                 if self.after_step:
                     self.after_step()
-                self.losses.index_copy_(0, counter, loss)
+                for curve, value in zip((self.losses, self.errors), added[len(grads) :], strict=False):
+                    curve.index_copy_(0, counter, value)
                 counter.add_(1)
 
         return step
@@ -127,11 +131,13 @@ class Curve:
     losses: Tensor  # [steps], on the CPU
     milliseconds: float | None  # per step, warm-up and recording left out; of all loops that ran together
     together: int = 1  # how many loops shared these steps
+    errors: Tensor | None = None  # [steps], the losses without what was added to the error; None if not kept apart
 
     def to_dict(self) -> dict[str, Any]:
         """For the log of a run."""
         step = None if self.milliseconds is None else round(self.milliseconds, 4)
-        return {"losses": thin(self.losses), "step_ms": step, "together": self.together}
+        apart = {} if self.errors is None else {"errors": thin(self.errors)}
+        return {"losses": thin(self.losses), **apart, "step_ms": step, "together": self.together}
 
 
 def thin(losses: Tensor, points: int = 200) -> list[float]:
@@ -164,7 +170,10 @@ def run_together(loops: Sequence[Loop], report: Callable[[int], None] | None = N
                 report((done - reported) * len(loops))
                 reported = done
         milliseconds = 1000 * (_synchronised_seconds(device) - started) / (steps - first) if steps > first else None
-    return [Curve(loop.losses.cpu(), milliseconds, len(loops)) for loop in loops]
+    apart = [loop.errors.cpu() if loop.apart else None for loop in loops]
+    return [
+        Curve(loop.losses.cpu(), milliseconds, len(loops), errors) for loop, errors in zip(loops, apart, strict=True)
+    ]
 
 
 def _all(every: Sequence[Callable[[], None]]) -> None:

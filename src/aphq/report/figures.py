@@ -53,9 +53,9 @@ def loss_figures(run: RunData) -> dict[str, list[Figure]]:
 
 def _spark(curves: Sequence[tuple[str, LossCurve]]) -> Figure:
     unit = curves[0][1].unit or "all units"
-    chart = spark(f"Loss of {unit}", [Series(name, curve.losses) for name, curve in curves])
+    chart = spark(f"Loss of {unit}", [Series(name, curve.shown) for name, curve in curves])
     numbers = (
-        f"{number(c.losses[0])} to {number(c.losses[-1])}, fluctuation {100 * c.fluctuation:.1f} %" for _, c in curves
+        f"{number(c.shown[0])} to {number(c.shown[-1])}, fluctuation {100 * c.fluctuation:.1f} %" for _, c in curves
     )
     return Figure(chart, unit, "; ".join(numbers))
 

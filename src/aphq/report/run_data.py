@@ -36,11 +36,17 @@ class LossCurve:
     stage: str
     unit: str
     losses: tuple[float, ...]
+    errors: tuple[float, ...] = ()  # the losses less the term that decides the rounding; empty if there is none
+
+    @property
+    def shown(self) -> tuple[float, ...]:
+        """What tells of learning: the reconstruction error alone where it is known."""
+        return self.errors or self.losses
 
     @property
     def fluctuation(self) -> float:
         """How much neighbouring points differ, relative to their mean: the median, which a single jump leaves alone."""
-        pairs = zip(self.losses, self.losses[1:], strict=False)
+        pairs = zip(self.shown, self.shown[1:], strict=False)
         return median([abs(b - a) / max(abs(a + b) / 2, 1e-30) for a, b in pairs] or [0.0])
 
 
@@ -175,11 +181,13 @@ def stage_runs(events: list[dict[str, Any]]) -> tuple[StageRun, ...]:
 def loss_curves(events: list[dict[str, Any]]) -> tuple[LossCurve, ...]:
     """One per stage and unit that learned something; of a unit that was done twice, the later."""
     found = {
-        (str(event["stage"]), str(event.get("unit", ""))): tuple(float(loss) for loss in event["losses"])
+        (str(event["stage"]), str(event.get("unit", ""))): [
+            tuple(float(value) for value in event.get(what) or ()) for what in ("losses", "errors")
+        ]
         for event in events
         if event.get("event") == "unit" and event.get("losses")
     }
-    return tuple(LossCurve(stage, unit, losses) for (stage, unit), losses in found.items())
+    return tuple(LossCurve(stage, unit, *curves) for (stage, unit), curves in found.items())
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Block reconstruction: rounding and activation scales learned unit by unit (QDrop + AdaRound, paper Sec. 3.2).
 
 Each unit is trained to give the float teacher's output from a mix of the teacher's and the quantized prefix's input,
-with every activation inside it quantized or not at random, under the importance-weighted error (Eq. 8); the head is
+with every activation inside it quantized or not at random, under the importance-weighted error (Eq. 9); the head is
 trained on the distillation loss itself. Then its weights are rounded for good and the walk moves on.
 """
 
@@ -73,11 +73,13 @@ def _reconstruct(
                 x = mixed_rows(visit.teacher_in, visit.student_in, index, mixing)
             return error_of(unit.run(work.student, x), index)
 
-        def loss_of(index: Tensor, now: Now) -> Tensor:
+        def loss_of(index: Tensor, now: Now) -> tuple[Tensor, Tensor]:
             undecided = [rounding.soften(now["beta"]) for rounding in roundings]
-            loss = forward(index) * scale
+            error = forward(index) * scale
+            if not undecided:
+                return error, error
             # every process adds its share of the one regulariser
-            return loss + now["regulariser"] * torch.cat(undecided).sum() / work.ranks.count if undecided else loss
+            return error + now["regulariser"] * torch.cat(undecided).sum() / work.ranks.count, error
 
         with torch.no_grad():
             for rounding in roundings:
@@ -145,4 +147,5 @@ def _loop(
         after_step=learned.keep_scales_positive,
         clock=learned.clock,
         ranks=work.ranks,
+        apart=True,
     )

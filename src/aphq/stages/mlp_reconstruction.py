@@ -1,8 +1,8 @@
 """MLP reconstruction: GELU becomes ReLU, and each MLP is retrained alone to say what it said (paper Sec. 3.3).
 
 Input and target are the teacher's, so the MLPs are independent of each other. The loss is the importance-weighted
-error of the plain output (Eq. 9) plus alpha times that of the output with activations clamped at a percentile
-(Eq. 10-12), which lets the range shrink without losing the gradient of what is clipped.
+error of the plain output (Eq. 11) plus alpha times that of the output with activations clamped at a percentile
+(Eq. 12-14), which lets the range shrink without losing the gradient of what is clipped.
 """
 
 from __future__ import annotations
