@@ -40,12 +40,13 @@ def test_units_name_modules_that_exist(variant: Any) -> None:
     for unit in architecture_of(variant).units(variant):
         variant.get_submodule(unit.name)
         if unit.mlp:
-            mlp = variant.get_submodule(unit.mlp)
-            assert isinstance(mlp.fc1, nn.Linear)
-            assert isinstance(mlp.fc2, nn.Linear)
+            assert isinstance(variant.get_submodule(unit.mlp.fc1), nn.Linear)
+            assert isinstance(variant.get_submodule(unit.mlp.fc2), nn.Linear)
+            variant.get_submodule(unit.mlp.act)
         for pair in unit.norms:
             width = variant.get_submodule(pair.norm).weight.shape[0]
-            assert variant.get_submodule(pair.linear).weight.shape[1] == width
+            for linear in pair.linears:
+                assert variant.get_submodule(linear).weight.shape[1] == width
 
 
 def test_a_description_rebuilds_the_model(variant: Any) -> None:

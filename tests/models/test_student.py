@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from aphq.errors import RecipeError
 from aphq.models import architecture_of
+from aphq.models.architecture import mlps_of
 from aphq.models.student import enable, finalise, make_student, swap_activation
 from aphq.presets import preset
 from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedLinear, QuantizedProduct, quantizers
@@ -112,7 +113,8 @@ def test_enabling_switches_below_a_module_only(tiny_vit: Any) -> None:
 
 def test_swapping_the_activation_touches_one_mlp(tiny_vit: Any) -> None:
     student = student_of(tiny_vit)
-    swap_activation(student, "blocks.1.mlp")
+    units = architecture_of(tiny_vit).units(tiny_vit)
+    swap_activation(student, mlps_of(units)["blocks.1.mlp"])
     assert type(student.blocks[1].mlp.act) is nn.ReLU
     assert type(student.blocks[0].mlp.act) is nn.GELU
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from aphq.errors import ModelError
 from aphq.models import architecture_of
-from aphq.models.architecture import NormPair
+from aphq.models.architecture import Mlp, NormPair
 from aphq.models.timm_vit import TimmDistilledVit, TimmVit
 
 Build = Callable[..., nn.Module]
@@ -25,7 +25,7 @@ def test_a_vit_is_embedding_blocks_and_head(tiny_vit: nn.Module) -> None:
         ("blocks.1", "block"),
         ("head", "head"),
     ]
-    assert units[2].mlp == "blocks.1.mlp"
+    assert units[2].mlp == Mlp("blocks.1.mlp", "blocks.1.mlp.fc1", "blocks.1.mlp.act", "blocks.1.mlp.fc2")
     assert units[2].norms == (
         NormPair("blocks.1.norm1", "blocks.1.attn.qkv"),
         NormPair("blocks.1.norm2", "blocks.1.mlp.fc1"),

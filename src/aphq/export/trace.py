@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from aphq.errors import ExportError
-from aphq.models.architecture import Step
+from aphq.models.architecture import Step, predict
 from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedProduct, quantized_sites
 
 Site = QuantizedLayer | QuantizedProduct
@@ -104,7 +104,7 @@ class Trace:
         return found
 
 
-class _Part(nn.Module):
+class Part(nn.Module):
     """One step of a model as a model."""
 
     def __init__(self, model: nn.Module, step: Step) -> None:
@@ -124,7 +124,7 @@ def trace(model: nn.Module, sample: Tensor, dynamic_batch: bool = False, step: S
         for name, site in sites.items()
     }
     shell = copy.deepcopy(model, stand_ins)  # a copy that has the stand-in wherever the site was
-    part = shell if step is None else _Part(shell, step)
+    part = Part(shell, step or predict)
     dims = ({0: torch.export.Dim("batch")},) if dynamic_batch else None
     try:
         with torch.no_grad():

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from aphq.errors import RecipeError
-from aphq.models.architecture import Architecture, Unit, replace_module
+from aphq.models.architecture import Architecture, Mlp, Unit, replace_module
 from aphq.quant.layers import (
     QuantizedConv2d,
     QuantizedConvTranspose2d,
@@ -30,6 +30,13 @@ LAYERS: dict[type, Any] = {
     nn.ConvTranspose2d: QuantizedConvTranspose2d,
 }
 SOFTMAX_PRODUCT = ".pv"  # what `OpenAttention` calls softmax times v
+
+
+def opened_copy(model: nn.Module, architecture: Architecture) -> nn.Module:
+    """The teacher: a float32 copy in eval mode; its attention is open, so its modules are named as the student's."""
+    teacher = copy.deepcopy(model).float().eval().requires_grad_(False)
+    architecture.open_attention(teacher)
+    return teacher
 
 
 def make_student(model: nn.Module, architecture: Architecture, units: Sequence[Unit], recipe: Recipe) -> nn.Module:
@@ -80,9 +87,9 @@ def _check_patterns(student: nn.Module, recipe: Recipe) -> None:
             )
 
 
-def swap_activation(model: nn.Module, mlp: str) -> None:
-    """The MLP named `mlp` uses ReLU from here on."""
-    replace_module(model, f"{mlp}.act", nn.ReLU())
+def swap_activation(model: nn.Module, mlp: Mlp) -> None:
+    """The MLP uses ReLU from here on."""
+    replace_module(model, mlp.act, nn.ReLU())
 
 
 def enable(module: nn.Module, on: bool = True) -> None:

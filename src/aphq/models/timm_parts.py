@@ -11,7 +11,7 @@ from timm import layers as timm_layers
 from torch import nn
 
 from aphq.errors import ModelError
-from aphq.models.architecture import Reader
+from aphq.models.architecture import Mlp, Reader
 
 # The only classes an artifact may name; nothing else is looked up from a file.
 NORMS: dict[str, type[nn.Module]] = {
@@ -34,6 +34,14 @@ def require_type(module: nn.Module, name: str, *wanted: type[nn.Module]) -> None
     if type(module) not in wanted:
         names = " or ".join(cls.__name__ for cls in wanted)
         raise ModelError(f"module {name!r} is a {type(module).__name__}; supported there: {names}")
+
+
+def timm_mlp(module: nn.Module, name: str) -> Mlp | None:
+    """The description of timm's `Mlp`; None for one with a gate, which has another shape."""
+    if type(module) is not timm_layers.Mlp:
+        return None
+    norm = None if isinstance(module.norm, nn.Identity) else f"{name}.norm"
+    return Mlp(name, f"{name}.fc1", f"{name}.act", f"{name}.fc2", norm)
 
 
 def block_writers(block: str) -> tuple[str, str]:

@@ -35,6 +35,7 @@ from aphq.models.timm_parts import (
     mlp_ratio,
     norm_factory,
     require_type,
+    timm_mlp,
 )
 
 
@@ -77,7 +78,8 @@ class TimmSwin(Architecture):
                     NormPair(f"{name}.norm2", f"{name}.mlp.fc1"),
                 )
                 bridge = _final_norm if is_last else unchanged
-                units.append(Unit(name, "block", module_step(name), bridge, (name,), f"{name}.mlp", norms))
+                mlp = timm_mlp(block.mlp, f"{name}.mlp")
+                units.append(Unit(name, "block", module_step(name), bridge, (name,), mlp, norms))
         units.append(Unit("head", "head", module_step("head"), unchanged, ("head",)))
         return tuple(units)
 

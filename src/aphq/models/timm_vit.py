@@ -32,6 +32,7 @@ from aphq.models.timm_parts import (
     mlp_ratio,
     norm_factory,
     require_type,
+    timm_mlp,
 )
 
 
@@ -64,7 +65,7 @@ class TimmVit(Architecture):
                 run=module_step(name),
                 bridge=self.before_head if name == last else unchanged,
                 modules=(name,),
-                mlp=f"{name}.mlp",
+                mlp=timm_mlp(model.get_submodule(f"{name}.mlp"), f"{name}.mlp"),
                 norms=(NormPair(f"{name}.norm1", f"{name}.attn.qkv"), NormPair(f"{name}.norm2", f"{name}.mlp.fc1")),
             )
             for name in (f"blocks.{i}" for i in range(len(model.blocks)))
@@ -88,16 +89,16 @@ class TimmVit(Architecture):
             return ()
         blocks = [f"blocks.{i}" for i in range(len(model.blocks))]
         writers = [writer for block in blocks for writer in block_writers(block)]
-        scales = [scale for block in blocks for scale in (f"{block}.ls1", f"{block}.ls2")]
+        scales = [(block, scale) for block in blocks for scale in ("ls1", "ls2")]
         constants = ("pos_embed", "cls_token", "reg_token", "dist_token")
         stream = Stream(
             writers=("patch_embed.proj", *writers),
             readers=(*(reader for block in blocks for reader in block_readers(block)), last),
             constants=tuple(name for name in constants if getattr(model, name, None) is not None),
             scales=tuple(
-                (scale, writer)
-                for scale, writer in zip(scales, writers, strict=True)
-                if isinstance(model.get_submodule(scale), LayerScale)
+                (f"{block}.{scale}.gamma", writer)
+                for (block, scale), writer in zip(scales, writers, strict=True)
+                if isinstance(model.get_submodule(f"{block}.{scale}"), LayerScale)
             ),
         )
         return (stream,)
