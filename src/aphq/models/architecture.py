@@ -140,8 +140,8 @@ class Architecture(ABC):
         return Preprocessing.of_model(model)
 
     def num_classes(self, model: nn.Module) -> int:
-        """How many numbers the model says of an image."""
-        return int(model.num_classes)  # type: ignore[arg-type]
+        """How many numbers the model says of an image: classes, or channels of its embedding."""
+        return int(model.num_classes or model.num_features)  # type: ignore[arg-type]
 
     @abstractmethod
     def check(self, model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -120,6 +121,24 @@ class OpenAttention(nn.Module):
         scores = operand(self.qk.left, q) @ operand(self.qk.right, k).transpose(-2, -1)
         p = quantized_softmax(scores, self.scale, bias, *affine, size)
         return (p @ operand(self.pv.right, v))[:, :, : size[0]]
+
+
+def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A layer made of tensors that belong to no layer yet."""
+    out, inner = weight.shape
+    layer = nn.Linear(inner, out, bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
+    return layer
+
+
+def with_joint_bias(source: Any) -> nn.Linear:
+    """The qkv layer of an attention that keeps the biases of queries and values apart and has none for the keys."""
+    qkv: nn.Linear = source.qkv
+    if source.q_bias is None:
+        return qkv
+    return linear_of(qkv.weight, torch.cat([source.q_bias, torch.zeros_like(source.q_bias), source.v_bias]))
 
 
 def open_attentions(model: nn.Module) -> Iterator[tuple[str, OpenAttention]]:

@@ -48,7 +48,7 @@ def make_student(model: nn.Module, architecture: Architecture, units: Sequence[U
     architecture.open_attention(student)
     image_modules = next((unit.modules for unit in units if unit.kind == "patch_embed"), ())
     for name, module in list(student.named_modules()):
-        sees_image = any(name.startswith(f"{prefix}.") for prefix in image_modules)
+        sees_image = any(f"{name}.".startswith(f"{prefix}.") for prefix in image_modules)
         if type(module) in LAYERS:
             replace_module(student, name, _quantized_layer(module, name, recipe, sees_image))
         elif isinstance(module, QuantizedProduct):

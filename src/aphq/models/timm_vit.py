@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from timm.layers import AttentionPoolLatent, LayerScale, Mlp, PatchEmbed
+from timm.layers import AttentionPoolLatent, LayerScale, PatchEmbed
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Attention, Block, VisionTransformer
 from torch import Tensor, nn
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from aphq.errors import ModelError
 from aphq.models.architecture import (
     Architecture,
-    NormPair,
     Reader,
     Stream,
+    TaskName,
     Unit,
     module_step,
     register,
@@ -24,13 +24,17 @@ from aphq.models.architecture import (
 from aphq.models.attention import LatentPool, VitAttention
 from aphq.models.timm_parts import (
     activation_factory,
-    block_readers,
+    block_norms,
     block_writers,
     construct,
     describe_activation,
+    describe_mlp,
     describe_norm,
+    hidden_width,
+    mlp_factory,
     mlp_ratio,
     norm_factory,
+    readers_of,
     require_type,
     timm_mlp,
 )
@@ -46,15 +50,14 @@ class TimmVit(Architecture):
         for i, block in enumerate(model.blocks):
             require_type(block, f"blocks.{i}", Block)
             require_type(block.attn, f"blocks.{i}.attn", Attention, VitAttention)
-            require_type(block.mlp, f"blocks.{i}.mlp", Mlp)
+            describe_mlp(block.mlp, f"blocks.{i}.mlp")
             if getattr(block.attn, "gate", None) is not None:
                 raise ModelError(f"module 'blocks.{i}.attn' has a gate; supported there: Attention without a gate")
         if model.attn_pool is not None:
             require_type(model.attn_pool, "attn_pool", AttentionPoolLatent, LatentPool)
-        if isinstance(model.head, nn.Identity):
-            raise ModelError(
-                "the model has no classifier (module 'head' is an Identity); create it with num_classes > 0"
-            )
+
+    def task_of(self, model: Any) -> TaskName:
+        return "embedding" if isinstance(model.head, nn.Identity) else "classification"
 
     def units(self, model: Any) -> tuple[Unit, ...]:
         last = f"blocks.{len(model.blocks) - 1}"
@@ -66,7 +69,7 @@ class TimmVit(Architecture):
                 bridge=self.before_head if name == last else unchanged,
                 modules=(name,),
                 mlp=timm_mlp(model.get_submodule(f"{name}.mlp"), f"{name}.mlp"),
-                norms=(NormPair(f"{name}.norm1", f"{name}.attn.qkv"), NormPair(f"{name}.norm2", f"{name}.mlp.fc1")),
+                norms=block_norms(model, name),
             )
             for name in (f"blocks.{i}" for i in range(len(model.blocks)))
         )
@@ -93,7 +96,7 @@ class TimmVit(Architecture):
         constants = ("pos_embed", "cls_token", "reg_token", "dist_token")
         stream = Stream(
             writers=("patch_embed.proj", *writers),
-            readers=(*(reader for block in blocks for reader in block_readers(block)), last),
+            readers=(*(reader for block in blocks for reader in readers_of(block_norms(model, block))), last),
             constants=tuple(name for name in constants if getattr(model, name, None) is not None),
             scales=tuple(
                 (f"{block}.{scale}.gamma", writer)
@@ -106,7 +109,12 @@ class TimmVit(Architecture):
     def last_reader(self, model: Any) -> Reader | None:
         """The norm before the head: the final one or, of pooled features, their own."""
         norms = [name for name in ("norm", "fc_norm") if not isinstance(getattr(model, name), nn.Identity)]
-        if len(norms) != 1 or model.attn_pool is not None or model.global_pool not in ("token", "avg"):
+        if (
+            len(norms) != 1
+            or self.task_of(model) == "embedding"
+            or model.attn_pool is not None
+            or model.global_pool not in ("token", "avg")
+        ):
             return None
         return Reader(norms[0], tuple(name for name in ("head", "head_dist") if hasattr(model, name)))
 
@@ -128,7 +136,7 @@ class TimmVit(Architecture):
             "embed_dim": model.embed_dim,
             "depth": len(model.blocks),
             "num_heads": block.attn.num_heads,
-            "mlp_ratio": mlp_ratio(block.mlp.fc1.weight.shape[0], model.embed_dim),
+            "mlp_ratio": mlp_ratio(hidden_width(block.mlp), model.embed_dim),
             "qkv_bias": block.attn.qkv.bias is not None,
             "qk_norm": not isinstance(block.attn.q_norm, nn.Identity),
             "scale_attn_norm": not isinstance(getattr(block.attn, "norm", nn.Identity()), nn.Identity),
@@ -149,6 +157,7 @@ class TimmVit(Architecture):
             if isinstance(embed.norm, nn.Identity)
             else describe_norm(embed.norm, "patch_embed.norm"),
             "norm": describe_norm(block.norm1, "blocks.0.norm1"),
+            "mlp": describe_mlp(block.mlp, "blocks.0.mlp"),
             "activation": describe_activation(block.mlp.act, "blocks.0.mlp.act"),
         }
 
@@ -156,6 +165,7 @@ class TimmVit(Architecture):
         arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
         arguments["norm_layer"] = norm_factory(arguments.pop("norm"))
         arguments["act_layer"] = activation_factory(arguments.pop("activation"))
+        arguments["mlp_layer"] = mlp_factory(arguments.pop("mlp", "mlp"))  # files of earlier versions do not say
         embed_norm = arguments.pop("embed_norm")
         arguments["embed_norm_layer"] = None if embed_norm is None else norm_factory(embed_norm)
         return construct(self.classes[0], arguments)

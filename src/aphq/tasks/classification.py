@@ -80,8 +80,7 @@ class Classification(Task):
 
 def class_count(model: nn.Module) -> int:
     """Of a model of any library, or an exported file."""
-    known = getattr(model, "num_classes", None)
-    return int(known) if known is not None else architecture_of(model).num_classes(model)
+    return int(getattr(model, "num_classes", None) or architecture_of(model).num_classes(model))
 
 
 def probe_images(preprocessing: Preprocessing, device: torch.device) -> Tensor:
