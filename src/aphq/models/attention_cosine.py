@@ -28,8 +28,7 @@ class CosineAttention(OpenAttention):
         """`table` [distances, heads] is what the MLP says of every distance; `index` picks one for each pair."""
         super().__init__(heads, 1.0, fused=False)
         self.window_area, self.logit_scale = window_area, logit_scale
-        bias = WIDEST_BIAS * torch.sigmoid(table.detach())
-        self.relative_position_bias_table = nn.Parameter(bias, requires_grad=False)
+        self.relative_position_bias_table = nn.Parameter(table.detach(), requires_grad=False)
         self.register_buffer("relative_position_index", index.flatten(), persistent=False)
 
     @property
@@ -39,12 +38,14 @@ class CosineAttention(OpenAttention):
     def position_bias(self) -> Tensor:
         """[1, heads, tokens, tokens]"""
         table = self.relative_position_bias_table[self.relative_position_index]
-        return table.view(self.window_area, self.window_area, -1).permute(2, 0, 1).contiguous().unsqueeze(0)
+        bias = table.view(self.window_area, self.window_area, -1).permute(2, 0, 1).contiguous()
+        return WIDEST_BIAS * bias.sigmoid().unsqueeze(0)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        """`bias` is the mask of windows; the bias of positions comes first, as in the originals."""
         factor = self.logit_scale.clamp(max=LARGEST_FACTOR).exp()
-        scores = self.qk(_unit(q), _unit(k).transpose(-2, -1))
-        out: Tensor = self.pv(probabilities(scores, factor, bias), v)
+        scores = self.qk(_unit(q), _unit(k).transpose(-2, -1)) * factor + self.position_bias()
+        out: Tensor = self.pv(probabilities(scores, 1.0, bias), v)
         return out
 
 

@@ -63,10 +63,8 @@ class ShiftedWindows(nn.Module):
         attention: Any = self
         qkv = attention.qkv(x).unflatten(-1, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
-        bias = attention.position_bias()
-        if mask is not None:
-            bias = bias + mask.unsqueeze(1)
-        out: Tensor = attention.proj(attention.core(q, k, v, bias).transpose(1, 2).flatten(2))
+        mask = None if mask is None else mask.unsqueeze(1)
+        out: Tensor = attention.proj(attention.core(q, k, v, mask).transpose(1, 2).flatten(2))
         return out
 
 
@@ -82,6 +80,10 @@ class WindowAttention(ShiftedWindows, OpenAttention):
         self.qkv, self.proj = source.qkv, source.proj
         self.relative_position_bias_table = source.relative_position_bias_table
         self.register_buffer("relative_position_index", source.relative_position_index)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        positions = self.position_bias()
+        return super().core(q, k, v, positions if bias is None else positions + bias)
 
     def position_bias(self) -> Tensor:
         area = self.window_size[0] * self.window_size[1]
