@@ -19,8 +19,8 @@ def require_plain(source: nn.MultiheadAttention, name: str) -> None:
     """Refuse what the open classes do not compute."""
     if not source.batch_first or not source._qkv_same_embed_dim or source.add_zero_attn or source.bias_k is not None:
         raise ModelError(
-            f"module {name!r} is a MultiheadAttention of another kind; supported there: batch_first=True, one width for "
-            "queries, keys and values, no add_bias_kv, no add_zero_attn"
+            f"module {name!r} is a MultiheadAttention of another kind; supported there: batch_first=True, one width "
+            "for queries, keys and values, no add_bias_kv, no add_zero_attn"
         )
 
 

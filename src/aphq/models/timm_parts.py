@@ -66,6 +66,12 @@ def block_norms(model: nn.Module, block: str, may_shift: bool = True) -> tuple[N
     )
 
 
+def has_parameter(model: nn.Module, name: str) -> bool:
+    """Whether there is one of this name; the module that would hold it may be an Identity, its value None."""
+    owner, _, last = name.rpartition(".")
+    return isinstance(getattr(model.get_submodule(owner), last, None), nn.Parameter)
+
+
 def readers_of(pairs: Iterable[NormPair]) -> tuple[Reader, ...]:
     return tuple(Reader(pair.norm, pair.linears) for pair in pairs)
 

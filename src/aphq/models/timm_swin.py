@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from timm.layers import ClassifierHead, Mlp, PatchEmbed
 from timm.models.swin_transformer import (
@@ -43,7 +43,8 @@ from aphq.models.timm_parts import (
 @register
 class TimmSwin(Architecture):
     family = "timm.SwinTransformer"
-    classes = (SwinTransformer,)
+    classes: ClassVar[tuple[type[nn.Module], ...]] = (SwinTransformer,)
+    merging: ClassVar[type[nn.Module]] = PatchMerging
 
     def check(self, model: Any) -> None:
         require_type(model.patch_embed, "patch_embed", PatchEmbed)
@@ -65,20 +66,26 @@ class TimmSwin(Architecture):
         units = [Unit("patch_embed", "patch_embed", module_step("patch_embed"), unchanged, ("patch_embed",))]
         height, width = model.patch_embed.grid_size
         for s, stage in enumerate(model.layers):
-            if isinstance(stage.downsample, PatchMerging):
+            if isinstance(stage.downsample, self.merging):
                 height, width = -(-height // 2), -(-width // 2)  # an odd side is padded; `input_resolution` says less
                 name = f"layers.{s}.downsample"
-                pair = NormPair(f"{name}.norm", f"{name}.reduction")
-                units.append(Unit(name, "merge", module_step(name), unchanged, (name,), norms=(pair,)))
+                norms = self.merge_norms(name)
+                units.append(Unit(name, "merge", module_step(name), unchanged, (name,), norms=norms))
             for b, block in enumerate(stage.blocks):
                 name = f"layers.{s}.blocks.{b}"
                 is_last = stage is model.layers[-1] and block is stage.blocks[-1]
-                norms = block_norms(model, name, may_shift=not _pads(block, (height, width)))
+                norms = self.norms(model, name, may_shift=not _pads(block, (height, width)))
                 bridge = _final_norm if is_last else unchanged
                 mlp = timm_mlp(block.mlp, f"{name}.mlp")
                 units.append(Unit(name, "block", module_step(name), bridge, (name,), mlp, norms))
         units.append(Unit("head", "head", module_step("head"), unchanged, ("head",)))
         return tuple(units)
+
+    def norms(self, model: Any, name: str, may_shift: bool) -> tuple[NormPair, ...]:
+        return block_norms(model, name, may_shift)
+
+    def merge_norms(self, name: str) -> tuple[NormPair, ...]:
+        return (NormPair(f"{name}.norm", f"{name}.reduction"),)
 
     def streams(self, model: Any) -> tuple[Stream, ...]:
         """One per stage that a patch merging starts; the first stage's comes out of a LayerNorm, which fixes its basis,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from timm.layers import AttentionPoolLatent, LayerScale, PatchEmbed
 from timm.models.deit import VisionTransformerDistilled
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from aphq.errors import ModelError
 from aphq.models.architecture import (
     Architecture,
+    NormPair,
     Reader,
+    Step,
     Stream,
     TaskName,
     Unit,
@@ -30,6 +32,7 @@ from aphq.models.timm_parts import (
     describe_activation,
     describe_mlp,
     describe_norm,
+    has_parameter,
     hidden_width,
     mlp_factory,
     mlp_ratio,
@@ -43,7 +46,8 @@ from aphq.models.timm_parts import (
 @register
 class TimmVit(Architecture):
     family = "timm.VisionTransformer"
-    classes = (VisionTransformer,)
+    classes: ClassVar[tuple[type[nn.Module], ...]] = (VisionTransformer,)
+    scales: ClassVar[tuple[str, str]] = ("ls1.gamma", "ls2.gamma")  # parameters of a block's LayerScale
 
     def check(self, model: Any) -> None:
         require_type(model.patch_embed, "patch_embed", PatchEmbed)
@@ -65,43 +69,56 @@ class TimmVit(Architecture):
             Unit(
                 name=name,
                 kind="block",
-                run=module_step(name),
+                run=self.step(name),
                 bridge=self.before_head if name == last else unchanged,
                 modules=(name,),
                 mlp=timm_mlp(model.get_submodule(f"{name}.mlp"), f"{name}.mlp"),
-                norms=block_norms(model, name),
+                norms=self.norms(model, name),
             )
             for name in (f"blocks.{i}" for i in range(len(model.blocks)))
         )
-        embed = Unit("patch_embed", "patch_embed", module_step("patch_embed"), _embed_positions, ("patch_embed",))
+        embed = Unit("patch_embed", "patch_embed", module_step("patch_embed"), self.embed, ("patch_embed",))
         return embed, *blocks, self.head_unit(model)
 
+    def step(self, block: str) -> Step:
+        """How a block runs."""
+        return module_step(block)
+
+    def norms(self, model: Any, block: str) -> tuple[NormPair, ...]:
+        return block_norms(model, block)
+
+    def embed(self, model: Any, x: Tensor) -> Tensor:
+        """From the patches to the first block's input."""
+        out: Tensor = model.norm_pre(model.patch_drop(model._pos_embed(x)))
+        return out
+
     def head_unit(self, model: Any) -> Unit:
-        modules = ("head",) if model.attn_pool is None else ("attn_pool", "head")
+        modules = ("head",) if getattr(model, "attn_pool", None) is None else ("attn_pool", "head")
         return Unit("head", "head", _head, unchanged, modules)
 
     def before_head(self, model: Any, x: Tensor) -> Tensor:
         """The last block's output to the head unit's input; pooling by attention is part of the head."""
         x = model.norm(x)
-        return x if model.attn_pool is not None else model.fc_norm(model.pool(x))
+        return x if getattr(model, "attn_pool", None) is not None else model.fc_norm(model.pool(x))
 
     def streams(self, model: Any) -> tuple[Stream, ...]:
         """One, from the patches to the head, unless something on the way depends on the basis."""
         last = self.last_reader(model)
-        if last is None or not all(isinstance(m, nn.Identity) for m in (model.patch_embed.norm, model.norm_pre)):
+        before = (model.patch_embed.norm, getattr(model, "norm_pre", nn.Identity()))
+        if last is None or not all(isinstance(m, nn.Identity) for m in before):
+            return ()
+        if not self.norms(model, "blocks.0"):
             return ()
         blocks = [f"blocks.{i}" for i in range(len(model.blocks))]
         writers = [writer for block in blocks for writer in block_writers(block)]
-        scales = [(block, scale) for block in blocks for scale in ("ls1", "ls2")]
+        scales = [f"{block}.{scale}" for block in blocks for scale in self.scales]
         constants = ("pos_embed", "cls_token", "reg_token", "dist_token")
         stream = Stream(
             writers=("patch_embed.proj", *writers),
-            readers=(*(reader for block in blocks for reader in readers_of(block_norms(model, block))), last),
+            readers=(*(reader for block in blocks for reader in readers_of(self.norms(model, block))), last),
             constants=tuple(name for name in constants if getattr(model, name, None) is not None),
             scales=tuple(
-                (f"{block}.{scale}.gamma", writer)
-                for (block, scale), writer in zip(scales, writers, strict=True)
-                if isinstance(model.get_submodule(f"{block}.{scale}"), LayerScale)
+                (scale, writer) for scale, writer in zip(scales, writers, strict=True) if has_parameter(model, scale)
             ),
         )
         return (stream,)
@@ -112,7 +129,7 @@ class TimmVit(Architecture):
         if (
             len(norms) != 1
             or self.task_of(model) == "embedding"
-            or model.attn_pool is not None
+            or getattr(model, "attn_pool", None) is not None
             or model.global_pool not in ("token", "avg")
         ):
             return None
@@ -186,13 +203,8 @@ class TimmDistilledVit(TimmVit):
         return tokens
 
 
-def _embed_positions(model: Any, x: Tensor) -> Tensor:
-    out: Tensor = model.norm_pre(model.patch_drop(model._pos_embed(x)))
-    return out
-
-
 def _head(model: Any, x: Tensor) -> Tensor:
-    if model.attn_pool is not None:
+    if getattr(model, "attn_pool", None) is not None:
         x = model.fc_norm(model.pool(x))
     out: Tensor = model.head(model.head_drop(x))
     return out

@@ -104,10 +104,10 @@ class CosineWindowAttention(ShiftedWindows, CosineAttention):
         self.qkv, self.proj = _without_key_bias(source.qkv), source.proj
 
 
-def _without_key_bias(qkv: nn.Linear) -> nn.Linear:
+def _without_key_bias(qkv: Any) -> nn.Linear:
     """The second version ignores whatever bias the keys have."""
     if qkv.bias is None:
-        return qkv
+        return linear_of(qkv.weight, None)
     third = len(qkv.bias) // 3
     keep = torch.ones_like(qkv.bias)
     keep[third : 2 * third] = 0
@@ -123,7 +123,7 @@ class TorchvisionSwin(Architecture):
         attentions = (ShiftedWindowAttention, ShiftedWindowAttentionV2, WindowAttention, CosineWindowAttention)
         for name, stage in _stages(model):
             if isinstance(stage, nn.Sequential):
-                for b, block in enumerate(stage):
+                for b, block in enumerate(_inner(stage)):
                     require_type(block, f"{name}.{b}", SwinTransformerBlock, SwinTransformerBlockV2)
                     require_type(block.attn, f"{name}.{b}.attn", *attentions)
             else:
@@ -161,7 +161,7 @@ class TorchvisionSwin(Architecture):
                 replace_module(model, name, CosineWindowAttention(module))
 
     def describe(self, model: Any) -> dict[str, Any]:
-        stages = [stage for _, stage in _stages(model) if isinstance(stage, nn.Sequential)]
+        stages = [_inner(stage) for _, stage in _stages(model) if isinstance(stage, nn.Sequential)]
         block, conv = stages[0][0], model.features[0][0]
         return {
             "version": 2 if _is_second(model) else 1,
@@ -190,6 +190,10 @@ class TorchvisionSwin(Architecture):
 def _stages(model: Any) -> list[tuple[str, Any]]:
     """What follows the patch embedding: sequences of blocks, and merges between them."""
     return [(f"features.{i}", part) for i, part in enumerate(model.features) if i > 0]
+
+
+def _inner(stage: nn.Sequential) -> list[Any]:
+    return list(stage)
 
 
 def _is_second(model: Any) -> bool:

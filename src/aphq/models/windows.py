@@ -1,4 +1,4 @@
-"""Feature maps cut into windows, shifted and put together again: what the Swin attentions of some libraries do inside."""
+"""Feature maps cut into windows, shifted and put together again, which some libraries' Swin attentions do inside."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def padded(x: Tensor, window: Pair) -> Tensor:
 
 
 def shift_mask(size: Pair, window: Pair, shift: Pair, device: torch.device) -> Tensor:
-    """[windows, tokens, tokens]: 0 for pairs of one region, `OTHER_REGION` for others. It does not depend on the images,
-    so a recorded program keeps it as a constant."""
+    """[windows, tokens, tokens]: 0 for pairs of one region, `OTHER_REGION` for others. It does not depend on the
+    images, so a recorded program keeps it as a constant."""
     regions = [
         (torch.arange(side, device=device) >= side - one).float()
         + (torch.arange(side, device=device) >= side - moved).float()

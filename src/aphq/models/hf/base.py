@@ -86,7 +86,9 @@ class HfArchitecture(Architecture):
         classes = {cls.__name__: cls for cls in self.classes}
         cls: Any = classes.get(description["class"])
         if cls is None:
-            raise ModelError(f"{description['class']!r} is not among the classes of {self.family}: {', '.join(classes)}")
+            raise ModelError(
+                f"{description['class']!r} is not among the classes of {self.family}: {', '.join(classes)}"
+            )
         options = {} if "pooler" not in description else {"add_pooling_layer": bool(description["pooler"])}
         try:
             config = cls.config_class(**_plain(description["config"]))

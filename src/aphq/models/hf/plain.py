@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from aphq.models.architecture import Mlp, NormPair, Reader, Step, Stream, Unit, module_step, unchanged
 from aphq.models.hf.attention import LAYERS, OUTPUTS
 from aphq.models.hf.base import HfArchitecture, require_parts
-from aphq.models.timm_parts import readers_of
+from aphq.models.timm_parts import has_parameter, readers_of
 
 TOKENS = ("cls_token", "distillation_token", "register_tokens", "position_embeddings")
 
@@ -90,7 +90,9 @@ class HfPlain(HfArchitecture):
     def mlp(self, name: str, block: Any) -> Mlp | None:
         """None for the gated one."""
         inner = f"{name}.mlp"
-        return Mlp(inner, f"{inner}.fc1", f"{inner}.activation_fn", f"{inner}.fc2") if hasattr(block.mlp, "fc1") else None
+        return (
+            Mlp(inner, f"{inner}.fc1", f"{inner}.activation_fn", f"{inner}.fc2") if hasattr(block.mlp, "fc1") else None
+        )
 
     def norms(self, name: str, block: Any) -> tuple[NormPair, NormPair]:
         first, second = (f"{name}.{norm}" for norm in self.layout.norms)
@@ -102,7 +104,10 @@ class HfPlain(HfArchitecture):
     def writers(self, name: str, block: Any) -> tuple[str, str]:
         attention = block.get_submodule(self.layout.attention)
         output = next(layer for layer in OUTPUTS if hasattr(attention, layer))
-        return f"{name}.{self.layout.attention}.{output}", f"{name}.mlp.{'fc2' if hasattr(block.mlp, 'fc2') else 'down_proj'}"
+        return (
+            f"{name}.{self.layout.attention}.{output}",
+            f"{name}.mlp.{'fc2' if hasattr(block.mlp, 'fc2') else 'down_proj'}",
+        )
 
     def streams(self, model: Any) -> tuple[Stream, ...]:
         last = self.last_reader(model)
@@ -110,21 +115,17 @@ class HfPlain(HfArchitecture):
             return ()
         prefix, _ = self.root(model)
         embeddings = model.get_submodule(f"{prefix}embeddings")
-        writers, readers, scales = [f"{prefix}embeddings.patch_embeddings.projection"], [], []
+        writers, scales = [f"{prefix}embeddings.patch_embeddings.projection"], []
+        readers: list[Reader] = []
         for name, block in self.blocks(model):
             own = self.writers(name, block)
             writers += own
             readers += readers_of(self.norms(name, block))
             for scale, writer in zip(self.layout.scales or (), own, strict=bool(self.layout.scales)):
-                if _has_parameter(model, f"{name}.{scale}"):
+                if has_parameter(model, f"{name}.{scale}"):
                     scales.append((f"{name}.{scale}", writer))
         constants = [f"{prefix}embeddings.{n}" for n in TOKENS if getattr(embeddings, n, None) is not None]
         return (Stream(tuple(writers), (*readers, last), tuple(constants), tuple(scales)),)
-
-
-def _has_parameter(model: nn.Module, name: str) -> bool:
-    owner, _, last = name.rpartition(".")
-    return isinstance(getattr(model.get_submodule(owner), last, None), nn.Parameter)
 
 
 def tensor_of(output: Any) -> Tensor:

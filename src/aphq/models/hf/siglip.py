@@ -16,8 +16,8 @@ from aphq.models.hf.plain import HfPlain, Layout
 
 @register
 class HfSiglip(HfPlain):
-    """Bare, it pools by attention; a classifier reads the mean of the tokens, and the pooling head is dead weight, which
-    an opened model has no more."""
+    """Bare, it pools by attention; a classifier reads the mean of the tokens, and its pooling head is dead weight that
+    an opened model lacks."""
 
     family = "transformers.SiglipVision"
     classes = (SiglipVisionModel, SiglipForImageClassification)

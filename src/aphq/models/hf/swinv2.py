@@ -63,5 +63,3 @@ class HfSwinv2(HfSwin):
         for name, module in list(model.named_modules()):
             if type(module) is Swinv2SelfAttention:
                 replace_module(model, name, CosineSelfAttention(module))
-
-

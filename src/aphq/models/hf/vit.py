@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import (
@@ -24,7 +24,8 @@ class HfVit(HfPlain):
     classes = (ViTForImageClassification, ViTModel)
     body = "vit"
     layout = Layout("layers")
-    mean = std = HALF
+    mean: ClassVar[tuple[float, ...]] = HALF
+    std: ClassVar[tuple[float, ...]] = HALF
 
     def after_blocks(self, model: Any, x: Tensor) -> Tensor:
         _, root = self.root(model)
