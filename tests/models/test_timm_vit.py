@@ -2,7 +2,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from timm.layers import SwiGLU
+from timm.layers import ConvMlp
 from timm.models.vision_transformer import ParallelScalingBlock, ResPostBlock
 from timm.models.vision_transformer_hybrid import HybridEmbed
 from torch import nn
@@ -51,10 +51,9 @@ def hybrid(**arguments: Any) -> HybridEmbed:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mlp_layer": SwiGLU}, r"module 'blocks.0.mlp' is a SwiGLU; supported there: Mlp"),
+        ({"mlp_layer": ConvMlp}, r"module 'blocks.0.mlp' is a ConvMlp; supported there: Mlp or GluMlp or SwiGLU"),
         ({"block_fn": ParallelScalingBlock}, r"module 'blocks.0' is a ParallelScalingBlock; supported there: Block"),
         ({"block_fn": ResPostBlock}, r"module 'blocks.0' is a ResPostBlock"),
-        ({"num_classes": 0}, r"no classifier \(module 'head' is an Identity\)"),
         ({"global_pool": "prr"}, r"module 'attn_pool' is a AttentionPoolPrr"),
         (
             {"embed_layer": hybrid, "patch_size": 1},
