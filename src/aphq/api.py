@@ -132,8 +132,9 @@ def quantize(
 ) -> Run:
     """Quantize `model` with unlabelled images.
 
-    model: a timm VisionTransformer or SwinTransformer, or a timm name (weights from the hub or the file `weights`); a
-        detector of `aphq.detection`, or its name with the file `weights`.
+    model: a Vision Transformer of timm, torchvision or transformers (docs/models.md); a name in timm or torchvision
+        (weights from the hub or the file `weights`); a folder that transformers' save_pretrained wrote, or its name on
+        the hub; a detector of `aphq.detection`, or its name with the file `weights`.
     recipe: a preset name such as "w4a4" at an `effort`, a YAML or JSON file, or a Recipe.
     data: a folder, list or zip of images, a tensor, a DataLoader or any iterable of images; see `load_calibration`.
     out: the run folder; a run that was stopped goes on when called again. None keeps everything in memory.

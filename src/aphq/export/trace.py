@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from aphq.errors import ExportError
-from aphq.models.architecture import Step, predict
+from aphq.models.architecture import Step, architecture_of, predict, run_units
 from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedProduct, quantized_sites
 
 Site = QuantizedLayer | QuantizedProduct
@@ -47,6 +47,7 @@ class _LayerSite(nn.Module):
     def __init__(self, layer: QuantizedLayer, name: str) -> None:
         super().__init__()
         self.name, self.features = name, layer.weight.shape[0]
+        self.weight = nn.Parameter(layer.weight.new_zeros(()), requires_grad=False)  # some models ask for its type
         self.window = _window(layer, name) if isinstance(layer, QuantizedConv2d) else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,6 +116,14 @@ class Part(nn.Module):
         return self.step(self.model, x)
 
 
+def _whole(model: nn.Module) -> Step:
+    """The forward pass; of a model that gives more than a tensor its chain of units, which does nothing else."""
+    if not type(model).__module__.startswith("transformers."):
+        return predict
+    units = architecture_of(model).units(model)
+    return lambda shell, x: run_units(shell, units, x)
+
+
 def trace(model: nn.Module, sample: Tensor, dynamic_batch: bool = False, step: Step | None = None) -> Trace:
     """Record `model`, or one `step` of it, on inputs of this shape; with `dynamic_batch` the first dimension may take
     any size."""
@@ -124,7 +133,7 @@ def trace(model: nn.Module, sample: Tensor, dynamic_batch: bool = False, step: S
         for name, site in sites.items()
     }
     shell = copy.deepcopy(model, stand_ins)  # a copy that has the stand-in wherever the site was
-    part = Part(shell, step or predict)
+    part = Part(shell, step or _whole(model))
     dims = ({0: torch.export.Dim("batch")},) if dynamic_batch else None
     try:
         with torch.no_grad():

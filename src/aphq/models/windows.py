@@ -33,8 +33,8 @@ def shift_mask(size: Pair, window: Pair, shift: Pair, device: torch.device) -> T
     """[windows, tokens, tokens]: 0 for pairs of one region, `OTHER_REGION` for others. It does not depend on the
     images, so a recorded program keeps it as a constant."""
     regions = [
-        (torch.arange(side, device=device) >= side - one).float()
-        + (torch.arange(side, device=device) >= side - moved).float()
+        (torch.arange(side, device=device) >= side - one).long()
+        + (torch.arange(side, device=device) >= side - moved).long()
         for side, one, moved in zip(size, window, shift, strict=True)
     ]
     number = 3 * regions[0][:, None] + regions[1][None, :]

@@ -23,7 +23,7 @@ from aphq.engine.files import write_json
 from aphq.engine.hooks import change_outputs, watch_inputs
 from aphq.engine.seeds import generator_for
 from aphq.engine.workspace import Workspace
-from aphq.models.architecture import Mlp, Unit, Value, made, mlps_of
+from aphq.models.architecture import Mlp, Unit, Value, made, mlps_of, predict
 from aphq.models.attention import open_attentions
 from aphq.quant.layers import QuantizedLayer, QuantizedProduct, quantized_sites
 from aphq.quant.quantizer import Quantizer
@@ -291,7 +291,7 @@ def agreement(work: Workspace) -> dict[str, Any]:
     count, same, divergence = min(len(work.images), ASKED), 0, 0.0
     for rows in batches(count, BATCH):
         x = work.images.batch(rows, work.device)
-        expected, got = work.teacher(x), work.student(x)
+        expected, got = predict(work.teacher, x), predict(work.student, x)
         same += int((expected.argmax(1) == got.argmax(1)).sum())
         divergence += float(work.distillation.loss(got, expected)) * len(expected)
     return {"images": count, "same": round(100 * same / count, 2), "kl": short(divergence / count)}

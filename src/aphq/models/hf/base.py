@@ -100,6 +100,16 @@ class HfArchitecture(Architecture):
         return model
 
 
+def known_classes() -> dict[str, type[nn.Module]]:
+    """The classes of transformers that have an adapter, by name."""
+    import aphq.models.hf  # noqa: F401  all of them
+
+    found: list[type[Any]] = HfArchitecture.__subclasses__()
+    for adapter in found:  # grows while it is walked
+        found += adapter.__subclasses__()
+    return {cls.__name__: cls for adapter in found for cls in getattr(adapter, "classes", ())}
+
+
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
     """What of a configuration makes the model: nothing that could load code or kernels, and JSON's types only."""
 
