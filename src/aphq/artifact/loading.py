@@ -152,7 +152,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], config: dict[str, Any], 
         if isinstance(module, Quantizer):
             state[f"{name}.zero_point"] = state[f"{name}.zero_point"].float()
             if check:
-                _check_affine(name, module, state)
+                check_affine(name, module, state[f"{name}.scale"], state[f"{name}.zero_point"])
     for name, module in modules.items():
         if isinstance(module, QuantizedLayer) and (quantizer := module.weight_quantizer) is not None:
             key, shape = f"{name}.weight", tuple(module.weight.shape)
@@ -164,7 +164,11 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], config: dict[str, Any], 
     model.load_state_dict(state, strict=True)
 
 
-def _check_affine(name: str, quantizer: Quantizer, state: dict[str, Tensor]) -> None:
-    scale, zero_point = state[f"{name}.scale"], state[f"{name}.zero_point"]
+def read_weight(packed: Tensor, quantizer: Quantizer, shape: tuple[int, ...]) -> Tensor:
+    """The values of packed codes."""
+    return dequantize(unpack(packed, quantizer.bits, shape).float(), quantizer.scale.data, quantizer.zero_point)
+
+
+def check_affine(name: str, quantizer: Quantizer, scale: Tensor, zero_point: Tensor) -> None:
     if not (torch.isfinite(scale).all() and (scale > 0).all() and (zero_point <= top_code(quantizer.bits)).all()):
         raise ArtifactError(f"the quantizer {name} has an impossible scale or zero-point: the file is damaged")

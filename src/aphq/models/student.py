@@ -46,6 +46,12 @@ def make_student(model: nn.Module, architecture: Architecture, units: Sequence[U
     """
     student = copy.deepcopy(model)
     architecture.open_attention(student)
+    equip(student, units, recipe)
+    return student.requires_grad_(False).eval()
+
+
+def equip(student: nn.Module, units: Sequence[Unit], recipe: Recipe) -> None:
+    """Give a model whose attention is open the recipe's quantizers, in place."""
     image_modules = next((unit.modules for unit in units if unit.kind == "patch_embed"), ())
     for name, module in list(student.named_modules()):
         sees_image = any(f"{name}.".startswith(f"{prefix}.") for prefix in image_modules)
@@ -57,7 +63,6 @@ def make_student(model: nn.Module, architecture: Architecture, units: Sequence[U
             if bits is not None:
                 module.left, module.right = _operands(recipe.activations, name, bits, shape)
     _check_patterns(student, recipe)
-    return student.requires_grad_(False).eval()
 
 
 def _operands(settings: Activations, name: str, bits: int, shape: tuple[int, ...]) -> tuple[Quantizer, Quantizer]:
