@@ -5,8 +5,8 @@
     model = AutoModelForImageClassification.from_pretrained("vit-w4a4")
 
 The folder holds the usual config.json, with a `quantization_config` of method "aphq" that says what an artifact says,
-and model.safetensors with packed integers. What is loaded equals what was saved bit for bit. The file is somebody else's:
-the description in it is checked like an artifact's, and nothing in it is executed.
+and model.safetensors with packed integers. What is loaded equals what was saved bit for bit. The file is somebody
+else's: the description in it is checked like an artifact's, and nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from aphq import extras
-from aphq.artifact.info import attach, info_of
+from aphq.artifact.info import QuantizationInfo, attach, info_of
 from aphq.artifact.loading import check_affine, info_from, read_weight
 from aphq.artifact.saving import describe, to_tensors
 from aphq.errors import ArtifactError
@@ -37,11 +37,11 @@ METHOD = "aphq"
 
 
 @register_quantization_config(METHOD)
-class AphqConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class AphqConfig(QuantizationConfigMixin):
     """What `config.json` says beside the model's own configuration."""
 
     def __init__(self, **fields: Any) -> None:
-        self.quant_method = METHOD
+        self.quant_method: Any = METHOD
         for name in ("architecture", "relu", "recipe", "preprocessing", "float_sha256", "float_parameters", "biases"):
             setattr(self, name, fields.get(name))
 
@@ -58,7 +58,7 @@ class AphqConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 @register_quantizer(METHOD)
-class AphqQuantizer(HfQuantizer):  # type: ignore[misc]
+class AphqQuantizer(HfQuantizer):
     """What transformers calls before and after it reads the weights, and when it writes them."""
 
     requires_calibration = True  # there is no way to quantize while loading
@@ -82,6 +82,8 @@ class AphqQuantizer(HfQuantizer):  # type: ignore[misc]
                 layer.full_shape = tuple(layer.weight.shape)  # type: ignore[assignment]
                 size = packed_size(layer.weight.numel(), layer.weight_quantizer.bits)
                 layer.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8, device="meta"), False)
+        for module in model.modules():  # every tensor is in the file, or made again below
+            module._is_hf_initialized = True  # type: ignore[assignment]
         return model
 
     @torch.no_grad()
@@ -94,8 +96,10 @@ class AphqQuantizer(HfQuantizer):  # type: ignore[misc]
             if layer.weight_quantizer is not None:
                 weight = read_weight(layer.weight.data, layer.weight_quantizer, layer.full_shape)  # type: ignore[arg-type]
                 layer.weight = nn.Parameter(weight, requires_grad=False)
+        info = info_from(self.quantization_config.to_dict())
+        restore_buffers(model, info)
         finalise(model)
-        attach(model, info_from(self.quantization_config.to_dict()))
+        attach(model, info)
         return model.requires_grad_(False).eval()
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
@@ -107,6 +111,18 @@ class AphqQuantizer(HfQuantizer):  # type: ignore[misc]
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def restore_buffers(model: nn.Module, info: QuantizationInfo) -> None:
+    """Tables that no file holds because they follow from the configuration: as a model built from it has them."""
+    architecture = architecture_named(info.family)
+    fresh = architecture.build(info.arguments)
+    architecture.open_attention(fresh)
+    saved = fresh.state_dict()
+    for name, buffer in fresh.named_buffers():
+        if name not in saved:
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, buffer)
 
 
 def layers_of(model: nn.Module) -> dict[str, QuantizedLayer]:
