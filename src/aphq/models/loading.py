@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aphq import extras
 from aphq.errors import ModelError
 from aphq.models.architecture import Architecture
 from aphq.models.detection.config import DETECTORS
@@ -37,6 +38,7 @@ def load_model(
 
         return load_detector(name, weights, num_classes, **arguments)
     if _is_of_transformers(name):
+        extras.require("transformers")
         from aphq.models.hf.loading import load_pretrained
 
         if weights is not None or num_classes is not None or arguments:

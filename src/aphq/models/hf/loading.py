@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from aphq import extras
 from aphq.errors import ModelError
 from aphq.typed import nearest
 
@@ -25,7 +24,6 @@ def is_pretrained_folder(path: str | Path) -> bool:
 
 def load_pretrained(name: str | Path) -> nn.Module:
     """The float32 model in eval mode; a folder is read without any network, another name is looked up on the hub."""
-    extras.require("transformers")
     folder = Path(name)
     local = folder.is_dir()
     config = _read(folder / CONFIG) if local else _from_hub(str(name))
