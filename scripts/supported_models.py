@@ -19,6 +19,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 from torch import nn
 
 from aphq.errors import ModelError
-from aphq.models.architecture import architecture_of
+from aphq.models.architecture import architecture_of, families
 from aphq.models.coverage import coverage
 from aphq.models.student import make_student
 from aphq.recipe import Recipe
@@ -57,6 +58,10 @@ class Row:
 
 def _by_size(item: tuple[str, list[str]]) -> tuple[int, str]:
     return -len(item[1]), item[0]
+
+
+class NotBuilt(nn.Module):
+    """Stands for a model of a source file without any class that has an adapter."""
 
 
 def verdict(model: nn.Module) -> str:
@@ -101,11 +106,21 @@ def timm_models(only: list[str] | None) -> dict[str, list[tuple[str, Callable[[]
     import timm
     from timm.models import list_modules
 
-    return {
-        source: [(name, lambda name=name: timm.create_model(name)) for name in timm.list_models(module=source)]  # type: ignore[misc]
-        for source in sorted(list_modules())
-        if not only or source in only
-    }
+    found = {}
+    for source in sorted(list_modules()):
+        if only and source not in only:
+            continue
+        names = timm.list_models(module=source)
+        makers = [(name, lambda name=name: timm.create_model(name)) for name in names]  # type: ignore[misc]
+        found[source] = makers if _may_have_an_adapter(source) else [(name, NotBuilt) for name in names]
+    return found
+
+
+def _may_have_an_adapter(source: str) -> bool:
+    """Whether a source file of timm knows a class with an adapter; the models of others, most of all, are not built."""
+    known = tuple(cls for architecture in families() for cls in architecture.classes)
+    classes = [value for value in vars(import_module(f"timm.models.{source}")).values() if isinstance(value, type)]
+    return any(issubclass(cls, known) for cls in classes)
 
 
 def torchvision_models(only: list[str] | None) -> dict[str, list[tuple[str, Callable[[], nn.Module]]]]:

@@ -186,6 +186,11 @@ def register(cls: type[Architecture]) -> type[Architecture]:
     return cls
 
 
+def families() -> tuple[Architecture, ...]:
+    """The adapters that are known so far."""
+    return tuple(_REGISTRY)
+
+
 def architecture_of(model: nn.Module) -> Architecture:
     """The adapter for a model: that of its nearest registered base class. The model is checked."""
     for base in type(model).__mro__:

@@ -38,6 +38,7 @@ ROPES: dict[str, type[nn.Module]] = {
     "mixed": RotaryEmbeddingMixed,
     "dinov3": RotaryEmbeddingDinoV3,
 }
+NEWER = ("num_kv_heads", "qk_norm", "attn_only_layer_scale")  # that older releases of timm do not have
 SEPARATE = ("q_proj", "k_proj", "v_proj")
 
 
@@ -207,6 +208,9 @@ class TimmEva(TimmVit):
     def build(self, description: dict[str, Any]) -> nn.Module:
         arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
         arguments["norm_layer"] = norm_factory(arguments.pop("norm"))
+        for name in NEWER:
+            if not arguments[name]:
+                del arguments[name]
         return construct(Eva, arguments)
 
 
