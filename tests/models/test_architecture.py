@@ -90,7 +90,7 @@ def test_a_detector_without_adapter_is_refused_by_the_module_it_stops_at() -> No
 
 
 def test_a_family_without_adapter_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"cannot quantize a ResNet; supported: .*timm's VisionTransformer"):
+    with pytest.raises(ModelError, match=r"a ResNet \(.*'layer1.0' of class BasicBlock\); supported: .*timm's Vision"):
         architecture_of(ResNet(BasicBlock, [1, 1, 1, 1], num_classes=3))
 
 

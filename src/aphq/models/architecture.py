@@ -216,8 +216,15 @@ def _first_strange_part(model: nn.Module) -> tuple[str, nn.Module]:
         children = ((n, m) for n, m in part.named_children() if any(True for _ in m.parameters()))
         first = next(children, None)
         if first is None or type(first[1]).__module__.startswith("torch.nn."):
-            return name, part
+            break
         name, part = f"{name}.{first[0]}".lstrip("."), first[1]
+    if name:
+        return name, part
+    for inner, module in model.named_modules():  # it starts with layers of torch: the first part that multiplies
+        own = not type(module).__module__.startswith("torch.nn.")
+        if inner and own and any(isinstance(m, (nn.Linear, nn.Conv2d)) for m in module.modules()):
+            return inner, module
+    return name, part
 
 
 def architecture_named(family: str) -> Architecture:
