@@ -1,7 +1,7 @@
 """Write docs/models.md: which models of timm, torchvision and transformers `aphq` supports, found out by trying.
 
-Every model is built without memory (on torch's meta device) and with its own configuration, cut by its adapter, opened,
-and given quantizers; it is supported if nothing in it multiplies in float. What is refused is refused by the same error
+Models are built without memory (on torch's meta device) and with their own configurations, cut by their adapters, opened,
+and given quantizers; one is supported if nothing in it multiplies in float. What is refused is refused by the same error
 that a user gets. The numerical side, that a wrapped model is the original bit for bit, is the tests' (tests/models).
 
     python scripts/supported_models.py                 # everything: some minutes
@@ -166,11 +166,14 @@ SECTIONS: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
 HEADER = "| {} | class | supported | for example | refused because |\n|---|---|---|---|---|"
 TOP = """# Supported models
 
-Made by `python scripts/supported_models.py` with {versions}; do not edit. Every model of the three libraries was
-built with its own configuration (without weights), cut into units, opened and given quantizers; "supported" means that
-nothing in it multiplies in float. Whole families are missing because they are no Vision Transformers, or because nobody
-has written their adapter yet (CONTRIBUTING.md says how). A model that is not supported is refused with an error that
-names the module. Detectors are in [detect.md](detect.md)."""
+Made by `python scripts/supported_models.py` with {versions}; do not edit.
+
+The models were built with their own configurations, without weights, cut into units, opened and given quantizers;
+"supported" means that an adapter knows every part and nothing multiplies in float. No forward pass runs here: that a
+wrapped model computes what the original does is tested on small models of every class (`tests/models`), and checked again
+at the start of every run. Of timm, source files that know no class with an adapter were not built; all their models count
+as refused. Families are missing because they are no Vision Transformers or because nobody has written their adapter yet
+(CONTRIBUTING.md says how); such a model is refused with an error that names the module. Detectors: [detect.md](detect.md)."""
 
 
 def versions() -> str:
@@ -178,7 +181,8 @@ def versions() -> str:
     import torchvision
     import transformers
 
-    return f"timm {timm.__version__}, torchvision {torchvision.__version__}, transformers {transformers.__version__}"
+    vision = torchvision.__version__.split("+")[0]  # what it was compiled for does not matter
+    return f"timm {timm.__version__}, torchvision {vision}, transformers {transformers.__version__}"
 
 
 def rows_of(section: str, only: list[str] | None = None) -> list[Row]:
