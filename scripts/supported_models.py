@@ -1,8 +1,9 @@
 """Write docs/models.md: which models of timm, torchvision and transformers `aphq` supports, found out by trying.
 
-Models are built without memory (on torch's meta device) and with their own configurations, cut by their adapters, opened,
-and given quantizers; one is supported if nothing in it multiplies in float. What is refused is refused by the same error
-that a user gets. The numerical side, that a wrapped model is the original bit for bit, is the tests' (tests/models).
+Models are built without memory (on torch's meta device) and with their own configurations, cut by their adapters,
+opened, and given quantizers; one is supported if nothing in it multiplies in float. What is refused is refused by the
+same error that a user gets. The numerical side, that a wrapped model is the original bit for bit, is the tests'
+(tests/models).
 
     python scripts/supported_models.py                 # everything: some minutes
     python scripts/supported_models.py --only cait deit
@@ -169,11 +170,12 @@ TOP = """# Supported models
 Made by `python scripts/supported_models.py` with {versions}; do not edit.
 
 The models were built with their own configurations, without weights, cut into units, opened and given quantizers;
-"supported" means that an adapter knows every part and nothing multiplies in float. No forward pass runs here: that a
-wrapped model computes what the original does is tested on small models of every class (`tests/models`), and checked again
-at the start of every run. Of timm, source files that know no class with an adapter were not built; all their models count
-as refused. Families are missing because they are no Vision Transformers or because nobody has written their adapter yet
-(CONTRIBUTING.md says how); such a model is refused with an error that names the module. Detectors: [detect.md](detect.md)."""
+"supported" means that an adapter knows every part and nothing multiplies in float. No forward pass runs here: that
+a wrapped model computes what the original does is tested on small models of every class (`tests/models`), and
+checked again at the start of every run. Of timm, source files that know no class with an adapter were not built;
+all their models count as refused. Families are missing because they are no Vision Transformers or because nobody
+has written their adapter yet (CONTRIBUTING.md says how); such a model is refused with an error that names the
+module. Detectors: [detect.md](detect.md)."""
 
 
 def versions() -> str:
