@@ -12,7 +12,7 @@ from torch import nn
 
 import aphq
 from aphq.data import Preprocessing
-from aphq.models.architecture import Architecture, NormPair, Unit, module_step, register, replace_module, unchanged
+from aphq.models.architecture import Architecture, Mlp, NormPair, Unit, module_step, register, replace_module, unchanged
 from aphq.models.attention import OpenAttention
 
 
@@ -94,11 +94,14 @@ class MyAdapter(Architecture):
         names = [f"blocks.{i}" for i in range(len(model.blocks))]
         bridges = [unchanged] * (len(names) - 1) + [lambda model, x: model.norm(x).mean(1)]
         blocks = [
-            Unit(name, "block", module_step(name), bridge, (name,), mlp=f"{name}.mlp", norms=self.norms(name))
+            Unit(name, "block", module_step(name), bridge, (name,), self.mlp(f"{name}.mlp"), self.norms(name))
             for name, bridge in zip(names, bridges, strict=True)
         ]
         embed = Unit("embed", "patch_embed", module_step("embed"), self.to_tokens, ("embed",))
         return embed, *blocks, Unit("head", "head", module_step("head"), unchanged, ("head",))
+
+    def mlp(self, name):
+        return Mlp(name, f"{name}.fc1", f"{name}.act", f"{name}.fc2")
 
     def norms(self, block):  # each norm and the one layer that reads it
         return NormPair(f"{block}.norm1", f"{block}.attn.qkv"), NormPair(f"{block}.norm2", f"{block}.mlp.fc1")

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aphq.data import CalibrationSet, Preprocessing
+from aphq.data import CalibrationSet
 from aphq.engine.folder import RunFolder
 from aphq.engine.progress import Progress
 from aphq.engine.store import Store
 from aphq.engine.workspace import Workspace
 from aphq.models.architecture import architecture_of
-from aphq.models.student import make_student
+from aphq.models.student import make_student, opened_copy
 from aphq.presets import preset
 from aphq.recipe import STAGES, Recipe
 
@@ -60,10 +60,10 @@ def pixels(count: int = 16, seed: int = 0, size: int = 32, channels: int = 3) ->
 def workspace(model: nn.Module, recipe: Recipe | None = None, images: Tensor | None = None) -> Workspace:
     """What `aphq.quantize` hands to the stages, without a run folder."""
     recipe = recipe or short()
-    teacher = model.eval().requires_grad_(False)
-    architecture = architecture_of(teacher)
+    architecture = architecture_of(model)
+    teacher = opened_copy(model, architecture)
     units = architecture.units(teacher)
-    preprocessing = Preprocessing.of_model(teacher)
+    preprocessing = architecture.preprocessing(teacher)
     if images is None:
         images = pixels(recipe.calibration.images)
     device = torch.device("cpu")

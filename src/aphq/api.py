@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +28,10 @@ from aphq.engine.ranks import Ranks
 from aphq.engine.store import Store
 from aphq.engine.workspace import Images, Workspace
 from aphq.errors import ModelError, RecipeError
-from aphq.models.architecture import Architecture, Unit, architecture_named, architecture_of
+from aphq.models.architecture import Architecture, Unit, architecture_named, architecture_of, mlps_of
 from aphq.models.coverage import Coverage, coverage
 from aphq.models.loading import load_model, model_fingerprint
-from aphq.models.student import finalise, make_student
+from aphq.models.student import finalise, make_student, opened_copy
 from aphq.presets import preset
 from aphq.recipe import BlockReconstruction, JointTuning, MlpReconstruction, Recipe
 from aphq.report import REPORT, write_report
@@ -136,8 +135,9 @@ def quantize(
     Started by `torchrun`, the processes share the work; the first saves and measures, the others get the model alone.
 
     Args:
-        model: a timm VisionTransformer or SwinTransformer, or a timm name (weights from the hub or the file `weights`);
-            a detector of `aphq.detection`, or its name with the file `weights`.
+        model: a Vision Transformer of timm, torchvision or transformers (docs/models.md); a name in timm or torchvision
+            (weights from the hub or the file `weights`); a folder that transformers' save_pretrained wrote, or its name
+            on the hub; a detector of `aphq.detection`, or its name with the file `weights`.
         recipe: a preset name such as "w4a4" at an `effort`, a YAML or JSON file, or a Recipe.
         data: a folder, list or zip of images, a tensor, a DataLoader or any iterable of images; see `load_calibration`.
         effort: "fast", "balanced", "paper" or "best", for a preset.
@@ -157,7 +157,7 @@ def quantize(
     ranks = Ranks.join(target)
     progress = progress if progress is not None and ranks.first else Progress()
     teacher, architecture, units = _prepare_model(model, weights, target)
-    task = task_of(architecture)
+    task = task_of(architecture, teacher)
     chosen = task.adapt(chosen)
     preprocessing = preprocessing or task.preprocessing_of(teacher)
     task.check(teacher, units, preprocessing, target)
@@ -270,7 +270,7 @@ def task_for(model: nn.Module) -> Task:
     if isinstance(model, ExportedModel):
         return TASKS["classification"]
     info = info_of(model)
-    return task_of(architecture_of(model) if info is None else architecture_named(info.family))
+    return task_of(architecture_of(model) if info is None else architecture_named(info.family), model)
 
 
 def preprocessing_of(model: nn.Module) -> Any:
@@ -309,7 +309,7 @@ def _prepare_model(
     if info_of(model) is not None:
         raise ModelError("this model is quantized already; start from the float model")
     architecture = architecture_of(model)
-    teacher = copy.deepcopy(model).float().eval().requires_grad_(False).to(device)
+    teacher = opened_copy(model, architecture).to(device)
     return teacher, architecture, architecture.units(teacher)
 
 
@@ -389,16 +389,15 @@ def _info(
     teacher: nn.Module,
     student: nn.Module,
     architecture: Architecture,
-    units: Iterable[Unit],
+    units: Sequence[Unit],
     recipe: Recipe,
     preprocessing: Any,
     sha: str,
 ) -> QuantizationInfo:
-    mlps = [unit.mlp for unit in units if unit.mlp is not None]
     swapped = [
-        mlp
-        for mlp in mlps
-        if type(student.get_submodule(f"{mlp}.act")) is not type(teacher.get_submodule(f"{mlp}.act"))
+        name
+        for name, mlp in mlps_of(units).items()
+        if type(student.get_submodule(mlp.act)) is not type(teacher.get_submodule(mlp.act))
     ]
     return QuantizationInfo(
         family=architecture.family,

@@ -28,7 +28,7 @@ from aphq.errors import ExportError
 from aphq.export.onnx_file import build
 from aphq.export.registry import Options
 from aphq.extras import EXTRAS, installed, require
-from aphq.models.architecture import architecture_named, replace_module
+from aphq.models.architecture import architecture_named, mlps_of, predict, replace_module
 from aphq.quant.layers import QuantizedLayer, quantized_sites
 from aphq.runtimes.session import open_session
 from aphq.typed import nearest
@@ -119,9 +119,11 @@ def float_model(model: nn.Module) -> nn.Module:
             site.weight_quantizer = site.input_quantizer = None
         else:
             site.left = site.right = None
-    original = architecture_named(info.family).build(info.arguments)
-    for mlp in info.relu:
-        replace_module(result, f"{mlp}.act", original.get_submodule(f"{mlp}.act"))
+    architecture = architecture_named(info.family)
+    original = architecture.build(info.arguments)
+    mlps = mlps_of(architecture.units(original))
+    for name in info.relu:
+        replace_module(result, mlps[name].act, original.get_submodule(mlps[name].act))
     return result.eval()
 
 
@@ -160,7 +162,7 @@ def open_contender(contender: Contender, images: Tensor, threads: int) -> Run:
 def run_torch(model: nn.Module, images: Tensor) -> Tensor:
     """Without gradients, and without the bookkeeping for them."""
     with torch.inference_mode():
-        out: Tensor = model(images)
+        out = predict(model, images)
     return out
 
 

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from aphq.errors import RuntimeMissingError
 
-EXTRAS = {"onnx": "onnx", "onnxruntime": "onnx", "openvino": "openvino"}  # library -> extra of this package
+EXTRAS = {"onnx": "onnx", "onnxruntime": "onnx", "openvino": "openvino", "transformers": "hf"}  # library -> our extra
 
 
 def require(library: str) -> ModuleType:

@@ -20,5 +20,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "<math" in how
     assert "\\mathcal" not in how, "a formula was left as TeX"
     assert "reconstruct" in (tmp_path / "site" / "results" / "index.html").read_text(), "results/README.md is included"
+    own = (tmp_path / "site" / "own_model" / "index.html").read_text()
+    assert "MyOpenAttention" in own, "the example's code is included"
     for page in (tmp_path / "site").rglob("*.html"):
         assert "https://fonts." not in page.read_text(), "the site needs no network"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import transformers
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
@@ -79,6 +80,9 @@ def furnish(folder: Path) -> None:
             Image.fromarray(picture.permute(1, 2, 0).numpy()).save(folder / name / f"{seed}-{number}.png")
     save_file(timm.create_model("vit_small_patch16_224").state_dict(), folder / "best.safetensors")
     (folder / "examples").symlink_to(ROOT / "examples")
+    small = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.ViTConfig(**small, intermediate_size=64, num_labels=len(CLASSES))
+    transformers.ViTForImageClassification(config).save_pretrained(folder / "my-vit")
 
 
 def furnish_for_detectors(folder: Path) -> None:

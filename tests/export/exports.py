@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import aphq
-from aphq.data import Preprocessing
 from aphq.presets import round_to_nearest
 
 from ..conftest import VIT, builder
-from ..models.variants import images_for
+from ..models.variants import images_for, preprocessing_for
 from ..runs import short
 
 
@@ -21,11 +20,12 @@ def calibrated(model: nn.Module, bits: str = "w8a8", **changes: Any) -> nn.Modul
     wanted = {"calibration__images": 4, "scale_search__images": 4, **changes}
     for name, value in wanted.items():
         recipe = recipe.with_value(name.replace("__", "."), value)
-    return aphq.quantize(model, recipe, images_for(model, 4), device="cpu").model
+    given = {"preprocessing": preprocessing_for(model), "device": "cpu"}
+    return aphq.quantize(model, recipe, images_for(model, 4), **given).model
 
 
 def normalised(model: nn.Module, count: int = 3) -> Tensor:
-    shape = Preprocessing.of_model(model).shape
+    shape = preprocessing_for(model).shape
     return torch.randn(count, *shape, generator=torch.Generator().manual_seed(7))
 
 

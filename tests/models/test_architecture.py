@@ -10,24 +10,28 @@ from torch import Tensor, nn
 
 from aphq.errors import ModelError
 from aphq.models import architecture_named, architecture_of
-from aphq.models.architecture import check_units, replace_module, run_units
+from aphq.models.architecture import check_units, predict, replace_module, run_units
 
 from ..conftest import VIT, scramble
 from .variants import images_for
 
 Build = Callable[..., nn.Module]
+# packed projections and loose biases become layers; the MLP behind Swin V2's position bias becomes a table
+MAY_CHANGE = ("attn.", "attention.", "vision_model.head.")
 
 
 def test_the_units_in_a_chain_are_the_model(variant: Any) -> None:
     units = architecture_of(variant).units(variant)
     images = images_for(variant)
-    assert torch.equal(run_units(variant, units, images), variant(images))
+    assert torch.equal(run_units(variant, units, images), predict(variant, images))
     check_units(variant, units, images)
 
 
 def test_the_units_hold_every_multiplication_once(variant: Any) -> None:
     """A layer outside all units would never be calibrated; a layer in two would be calibrated twice."""
-    units = architecture_of(variant).units(variant)
+    architecture = architecture_of(variant)
+    architecture.open_attention(variant)
+    units = architecture.units(variant)
     owned = [f"{unit.name}/{prefix}" for unit in units for prefix in unit.modules]
     assert len(set(owned)) == len(owned)
     prefixes = [prefix for unit in units for prefix in unit.modules]
@@ -37,34 +41,38 @@ def test_the_units_hold_every_multiplication_once(variant: Any) -> None:
 
 
 def test_units_name_modules_that_exist(variant: Any) -> None:
-    for unit in architecture_of(variant).units(variant):
+    architecture = architecture_of(variant)
+    architecture.open_attention(variant)
+    for unit in architecture.units(variant):
         variant.get_submodule(unit.name)
         if unit.mlp:
-            mlp = variant.get_submodule(unit.mlp)
-            assert isinstance(mlp.fc1, nn.Linear)
-            assert isinstance(mlp.fc2, nn.Linear)
+            assert isinstance(variant.get_submodule(unit.mlp.fc1), nn.Linear)
+            assert isinstance(variant.get_submodule(unit.mlp.fc2), nn.Linear)
+            variant.get_submodule(unit.mlp.act)
         for pair in unit.norms:
             width = variant.get_submodule(pair.norm).weight.shape[0]
-            assert variant.get_submodule(pair.linear).weight.shape[1] == width
+            for linear in pair.linears:
+                assert variant.get_submodule(linear).weight.shape[1] == width
 
 
 def test_a_description_rebuilds_the_model(variant: Any) -> None:
     architecture = architecture_of(variant)
     description = json.loads(json.dumps(architecture.describe(variant)))  # plain enough for a file
-    again = architecture_named(architecture.family).build(description).eval()
+    again = architecture_named(architecture.family).build(description).eval().requires_grad_(False)
     again.load_state_dict(variant.state_dict())
     images = images_for(variant)
-    assert torch.equal(again(images), variant(images))
+    assert torch.equal(predict(again, images), predict(variant, images))
     assert architecture.describe(again) == architecture.describe(variant)
 
 
 def test_opening_the_attention_changes_no_bit(variant: Any) -> None:
     architecture = architecture_of(variant)
     images = images_for(variant)
-    before, names = variant(images), list(variant.state_dict())
+    before, names = predict(variant, images), set(variant.state_dict())
     architecture.open_attention(variant)
-    assert torch.equal(variant(images), before)
-    assert sorted(variant.state_dict()) == sorted(names)
+    assert torch.equal(predict(variant, images), before)
+    renamed = set(variant.state_dict()) ^ names
+    assert all(any(part in name for part in MAY_CHANGE) for name in renamed), renamed
     architecture.check(variant)
     assert torch.equal(run_units(variant, architecture.units(variant), images), before)
 
@@ -82,7 +90,7 @@ def test_a_detector_without_adapter_is_refused_by_the_module_it_stops_at() -> No
 
 
 def test_a_family_without_adapter_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"cannot quantize a ResNet; supported: .*timm's VisionTransformer"):
+    with pytest.raises(ModelError, match=r"a ResNet \(.*'layer1.0' of class BasicBlock\); supported: .*timm's Vision"):
         architecture_of(ResNet(BasicBlock, [1, 1, 1, 1], num_classes=3))
 
 

@@ -15,6 +15,7 @@ def student_of(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 
 def test_every_layer_and_product_has_a_row_and_none_is_float(variant: Any) -> None:
+    architecture_of(variant).open_attention(variant)
     layers = [n for n, m in variant.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
     student = student_of(variant, Recipe())
     attentions = [n for n, m in student.named_modules() if isinstance(m, OpenAttention)]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from aphq.errors import RecipeError
 from aphq.models import architecture_of
+from aphq.models.architecture import mlps_of, predict
 from aphq.models.student import enable, finalise, make_student, swap_activation
 from aphq.presets import preset
 from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedLinear, QuantizedProduct, quantizers
@@ -29,9 +30,11 @@ def calibrate(student: nn.Module, reach: float = 4.0) -> None:
 
 def test_a_fresh_student_is_the_model_bit_by_bit(variant: Any) -> None:
     images = images_for(variant)
+    expected = predict(variant, images)
+    architecture_of(variant).open_attention(variant)
     before = {name: tensor.clone() for name, tensor in variant.state_dict().items()}
     student = student_of(variant)
-    assert torch.equal(student(images), variant(images))
+    assert torch.equal(predict(student, images), expected)
     assert not student.training
     assert not any(parameter.requires_grad for parameter in student.parameters())
     assert list(variant.state_dict()) == list(before), "the model itself stays as it was"
@@ -112,7 +115,8 @@ def test_enabling_switches_below_a_module_only(tiny_vit: Any) -> None:
 
 def test_swapping_the_activation_touches_one_mlp(tiny_vit: Any) -> None:
     student = student_of(tiny_vit)
-    swap_activation(student, "blocks.1.mlp")
+    units = architecture_of(tiny_vit).units(tiny_vit)
+    swap_activation(student, mlps_of(units)["blocks.1.mlp"])
     assert type(student.blocks[1].mlp.act) is nn.ReLU
     assert type(student.blocks[0].mlp.act) is nn.GELU
 

@@ -86,9 +86,10 @@ def test_shifting_where_allowed_leaves_the_output_alone(name: str, swin: Build) 
     torch.testing.assert_close(model(images), before, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_without_classifier_is_refused(swin: Build) -> None:
-    with pytest.raises(ModelError, match=r"no classifier \(module 'head.fc' is an Identity\)"):
-        architecture_of(swin(num_classes=0))
+def test_a_model_without_classifier_embeds(swin: Build) -> None:
+    model = swin(num_classes=0)
+    assert architecture_of(model).task_of(model) == "embedding"
+    assert architecture_of(model).task_of(swin()) == "classification"
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from timm.layers import SwiGLU
+from timm.layers import ConvMlp
 from timm.models.vision_transformer import ParallelScalingBlock, ResPostBlock
 from timm.models.vision_transformer_hybrid import HybridEmbed
 from torch import nn
 
 from aphq.errors import ModelError
 from aphq.models import architecture_of
-from aphq.models.architecture import NormPair
+from aphq.models.architecture import Mlp, NormPair
 from aphq.models.timm_vit import TimmDistilledVit, TimmVit
 
 Build = Callable[..., nn.Module]
@@ -25,7 +25,7 @@ def test_a_vit_is_embedding_blocks_and_head(tiny_vit: nn.Module) -> None:
         ("blocks.1", "block"),
         ("head", "head"),
     ]
-    assert units[2].mlp == "blocks.1.mlp"
+    assert units[2].mlp == Mlp("blocks.1.mlp", "blocks.1.mlp.fc1", "blocks.1.mlp.act", "blocks.1.mlp.fc2")
     assert units[2].norms == (
         NormPair("blocks.1.norm1", "blocks.1.attn.qkv"),
         NormPair("blocks.1.norm2", "blocks.1.mlp.fc1"),
@@ -51,10 +51,9 @@ def hybrid(**arguments: Any) -> HybridEmbed:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mlp_layer": SwiGLU}, r"module 'blocks.0.mlp' is a SwiGLU; supported there: Mlp"),
+        ({"mlp_layer": ConvMlp}, r"module 'blocks.0.mlp' is a ConvMlp; supported there: Mlp or GluMlp or SwiGLU"),
         ({"block_fn": ParallelScalingBlock}, r"module 'blocks.0' is a ParallelScalingBlock; supported there: Block"),
         ({"block_fn": ResPostBlock}, r"module 'blocks.0' is a ResPostBlock"),
-        ({"num_classes": 0}, r"no classifier \(module 'head' is an Identity\)"),
         ({"global_pool": "prr"}, r"module 'attn_pool' is a AttentionPoolPrr"),
         (
             {"embed_layer": hybrid, "patch_size": 1},

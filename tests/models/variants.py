@@ -1,11 +1,18 @@
 """The supported ways to build a VisionTransformer and a SwinTransformer, by name, as timm's arguments."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from timm.layers import GELUTanh, LayerNorm, QuickGELU, RmsNorm
 from torch import Tensor, nn
+
+from aphq.data import Preprocessing
+from aphq.models import architecture_of
+
+from ..conftest import scramble
+from .families import FAMILIES, SIZE
 
 NO_CLASS_TOKEN: dict[str, Any] = {"class_token": False}
 VITS: dict[str, dict[str, Any]] = {
@@ -58,6 +65,19 @@ SWINS: dict[str, dict[str, Any]] = {
 }
 
 
+def family(name: str) -> nn.Module:
+    """A model of `FAMILIES`, the same each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return scramble(FAMILIES[name]())
+
+
+def preprocessing_for(model: Any) -> Preprocessing:
+    """What the tests feed a model: models that take any size get small images."""
+    known = architecture_of(model).preprocessing(model)
+    return known if max(known.size) < 224 else replace(known, size=(SIZE, SIZE))
+
+
 def images_for(model: Any, batch: int = 2) -> Tensor:
-    shape = (batch, model.in_chans, *model.patch_embed.img_size)
+    shape = (batch, *preprocessing_for(model).shape)
     return torch.randn(shape, generator=torch.Generator().manual_seed(2))

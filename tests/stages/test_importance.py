@@ -14,7 +14,7 @@ from aphq.engine.folder import RunFolder
 from aphq.engine.hooks import change_outputs
 from aphq.engine.seeds import generator_for
 from aphq.engine.workspace import Visit, Workspace
-from aphq.models.architecture import run_units
+from aphq.models.architecture import run_units, unit_sites
 from aphq.models.distillation import LOGITS, softmax_probe
 from aphq.models.student import enable
 from aphq.recipe import Importance
@@ -67,7 +67,7 @@ def test_every_kind_gives_finite_non_negative_maps_of_the_outputs_shape(
     if kind == "brecq":  # without quantization there is no error to have a gradient
         search_scales(work, work.recipe.stage("scale_search"))  # type: ignore[arg-type]
         enable(work.student)
-    site = f"{unit}.mlp" if mlp else unit
+    site = f"{unit}.mlp.fc2" if mlp else unit
     found = map_at(work, site, unit, kind=kind)
     values = values_of(found)
     assert values is not None
@@ -211,7 +211,7 @@ def test_every_site_gets_what_it_would_get_alone(
     work = workspace(request.getfixturevalue(family)(**arguments), images=pixels(12))
     config = Importance(kind="fisher", probes=2)
     found = fisher_diagonals(work, config)
-    assert set(found) == {s for unit in work.units for s in (unit.name, unit.mlp) if s and s != "head"}
+    assert set(found) == {s for unit in work.units for s in unit_sites(unit) if s != "head"}
     for site, diagonal in found.items():
         torch.testing.assert_close(diagonal, diagonal_by_hand(work, config, site), rtol=1e-3, atol=1e-12, msg=site)
 
@@ -223,11 +223,11 @@ def test_behind_a_layer_scale_an_mlp_matters_by_its_square(vit: Build) -> None:
     found = fisher_diagonals(scaled, config)
     for block in ("blocks.0", "blocks.1"):
         gamma = scaled.teacher.get_parameter(f"{block}.ls2.gamma")
-        torch.testing.assert_close(found[f"{block}.mlp"], found[block] * gamma.square(), rtol=1e-4, atol=0)
-        assert not torch.allclose(found[f"{block}.mlp"], found[block])
+        torch.testing.assert_close(found[f"{block}.mlp.fc2"], found[block] * gamma.square(), rtol=1e-4, atol=0)
+        assert not torch.allclose(found[f"{block}.mlp.fc2"], found[block])
     found = fisher_diagonals(plain, config)
     for block in ("blocks.0", "blocks.1"):
-        torch.testing.assert_close(found[f"{block}.mlp"], found[block], rtol=1e-6, atol=0)
+        torch.testing.assert_close(found[f"{block}.mlp.fc2"], found[block], rtol=1e-6, atol=0)
 
 
 def no_probe(*_: object) -> Tensor:

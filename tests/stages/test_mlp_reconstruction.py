@@ -57,8 +57,8 @@ def test_relu_mlps_learn_to_say_what_the_gelu_ones_said(
         learned = ".mlp.fc" in name and "quantizer" not in name
         assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) != learned, name
     for unit in blocks:
-        assert type(work.student.get_submodule(f"{unit.mlp}.act")) is nn.ReLU
-        assert type(work.teacher.get_submodule(f"{unit.mlp}.act")) is nn.GELU
+        assert type(work.student.get_submodule(unit.mlp.act)) is nn.ReLU
+        assert type(work.teacher.get_submodule(unit.mlp.act)) is nn.GELU
     assert not any(p.requires_grad for p in work.student.parameters())
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from aphq.engine.hooks import watch_inputs
 from aphq.engine.store import Rows
 from aphq.engine.workspace import Workspace
-from aphq.models.architecture import Unit
+from aphq.models.architecture import Unit, mlps_of
 from aphq.models.distillation import LOGITS
 from aphq.models.student import swap_activation
 from aphq.quant.layers import quantizers
@@ -132,7 +132,7 @@ def first_block(model: nn.Module, relu: bool = False, **changes: Any) -> tuple[W
     """A workspace, and what `shrink_outliers` wants to know of its first block."""
     work = workspace(model, short("w8a4", "fast", **changes))
     if relu:
-        swap_activation(work.student, "blocks.0.mlp")
+        swap_activation(work.student, mlps_of(work.units)["blocks.0.mlp"])
     unit, rows = next((unit, rows) for unit, rows in work.walk_one(work.student) if unit.name == "blocks.0")
     config = work.recipe.stage("scale_search")
     assert isinstance(config, ScaleSearch)
@@ -201,7 +201,7 @@ def test_the_factor_with_the_least_judged_loss_is_kept(
     work, unit, rows, config = first_block(bimodal(vit, 500.0))
     assert shrink_outliers(work, unit, rows, config, preferring(factor))
     new, old = (m.state_dict() for m in (work.student, work.teacher))
-    assert torch.equal(new[f"{unit.mlp}.fc1.weight"][0] * factor, old[f"{unit.mlp}.fc1.weight"][0])
+    assert torch.equal(new[f"{unit.mlp.fc1}.weight"][0] * factor, old[f"{unit.mlp.fc1}.weight"][0])
     assert f"blocks.0: 1 massive hidden channels divided by {factor:g}" in caplog.text
 
 

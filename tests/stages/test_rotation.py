@@ -8,9 +8,9 @@ from torch import nn
 
 import aphq
 from aphq.models.architecture import architecture_of
+from aphq.models.attention import open_attentions
 from aphq.recipe import Rotation
 from aphq.stages.rotation import (
-    attention_names,
     orthogonal_beside_ones,
     random_orthogonal,
     rotate,
@@ -44,8 +44,9 @@ def turned(model: nn.Module, **kind: bool) -> nn.Module:
         for stream in architecture_of(model).streams(model):
             turn_stream(copied, stream, generator)
     if kind.get("heads", True):
-        for name in attention_names(copied):
-            turn_heads(copied.get_submodule(name), generator)
+        architecture_of(model).open_attention(copied)
+        for _, attention in open_attentions(copied):
+            turn_heads(attention, generator)
     return copied
 
 

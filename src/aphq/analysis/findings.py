@@ -6,7 +6,6 @@ the prediction is measured on others. That ranks layers, and takes about a minut
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from aphq.analysis.held_out import Distances, HeldOut
 from aphq.analysis.sensitivity import Cost, Sensitivity, costs, element_counts, sensitivities
 from aphq.api import resolve_device
 from aphq.data.calibration import CalibrationSet, load_calibration
-from aphq.data.preprocessing import Preprocessing
 from aphq.engine.folder import RunFolder
 from aphq.engine.loop import matmul_precision
 from aphq.engine.progress import Progress
@@ -29,7 +27,7 @@ from aphq.engine.workspace import Workspace
 from aphq.errors import DataError, ModelError, RecipeError
 from aphq.models.architecture import architecture_of, check_units
 from aphq.models.loading import load_model
-from aphq.models.student import make_student
+from aphq.models.student import make_student, opened_copy
 from aphq.presets import preset
 from aphq.recipe import LayerNormReparameterisation, Override, Recipe, ScaleSearch
 from aphq.stages import RUN_STAGE
@@ -121,12 +119,12 @@ class Bench:
     ) -> None:
         loaded = load_model(model, weights) if isinstance(model, str) else model
         self.architecture = architecture_of(loaded)
-        if self.architecture.task != "classification":
-            raise ModelError("analyze is for classifiers: a detector has no single prediction to compare")
-        self.teacher = copy.deepcopy(loaded).float().eval().requires_grad_(False).to(device)
+        if self.architecture.task_of(loaded) != "classification":
+            raise ModelError("analyze is for classifiers: a detector or an embedding has no single class to compare")
+        self.teacher = opened_copy(loaded, self.architecture).to(device)
         self.units = self.architecture.units(self.teacher)
         self.device, self.seed, self.progress = device, seed, progress
-        preprocessing = Preprocessing.of_model(self.teacher)
+        preprocessing = self.architecture.preprocessing(self.teacher)
         check_units(self.teacher, self.units, probe_images(preprocessing, device))
         known = load_calibration(data, preprocessing, count=SEARCHED + held_out, seed=seed)
         if len(known) < 2:

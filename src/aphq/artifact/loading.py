@@ -7,6 +7,7 @@ out without memory first, so a forged description cannot ask for more than its t
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,18 @@ from aphq.artifact.info import QuantizationInfo, attach
 from aphq.artifact.saving import CONFIG, FORMAT, TENSORS, VERSION, file_sha256
 from aphq.engine.workspace import add_missing_biases
 from aphq.errors import AphqError, ArtifactError
-from aphq.models.architecture import architecture_named
+from aphq.models.architecture import architecture_named, mlps_of
 from aphq.models.student import finalise, make_student, swap_activation
 from aphq.quant.affine import dequantize, top_code
 from aphq.quant.layers import QuantizedLayer
 from aphq.quant.packing import unpack
 from aphq.quant.quantizer import Quantizer
 from aphq.recipe import Recipe
-from aphq.tasks import task_of
+from aphq.tasks import TASKS
 from aphq.typed import nearest
 
 RUNTIMES = ("simulated", "int8")
+DEPTHS = ("depth", "depths", "num_layers", "num_hidden_layers", "depth_token_only")
 
 
 def load(path: str | Path, device: torch.device | str = "cpu", *, runtime: str = "simulated") -> nn.Module:
@@ -88,7 +90,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def info_from(config: dict[str, Any]) -> QuantizationInfo:
     architecture = config["architecture"]
-    task = task_of(architecture_named(architecture["family"]))
+    task = TASKS[architecture_named(architecture["family"]).task]
     return QuantizationInfo(
         family=architecture["family"],
         arguments=dict(architecture["arguments"]),
@@ -118,18 +120,31 @@ def _read_tensors(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
 
 def _check_depth(info: QuantizationInfo, tensors: dict[str, Tensor]) -> None:
     """A block without a tensor of its own there is not; building a million would take hours even without memory."""
-    depths = info.arguments.get("depths", [info.arguments.get("depth")])
-    if any(isinstance(depth, (int, float)) and depth > len(tensors) for depth in depths):
+    if any(depth > len(tensors) for depth in _depths(info.arguments)):
         raise ArtifactError(f"{CONFIG} asks for more blocks than {TENSORS} has tensors: the file is damaged")
+
+
+def _depths(arguments: Any) -> Iterator[float]:
+    """The numbers under every key of a description that says how many blocks there are."""
+    if isinstance(arguments, dict):
+        for key, value in arguments.items():
+            if key in DEPTHS:
+                yield from (x for x in (value if isinstance(value, list) else [value]) if isinstance(x, (int, float)))
+            else:
+                yield from _depths(value)
 
 
 def _skeleton(info: QuantizationInfo) -> nn.Module:
     architecture = architecture_named(info.family)
     with torch.random.fork_rng(devices=[]):  # building draws initial weights; that is nobody else's business
         model = architecture.build(info.arguments)
-    student = make_student(model, architecture, architecture.units(model), info.recipe)
-    for mlp in info.relu:
-        swap_activation(student, mlp)
+    architecture.open_attention(model)
+    units = architecture.units(model)
+    student, mlps = make_student(model, architecture, units, info.recipe), mlps_of(units)
+    for name in info.relu:
+        if name not in mlps:
+            raise ArtifactError(f"{CONFIG} names an MLP {name!r} that the model has not: the file is damaged")
+        swap_activation(student, mlps[name])
     return student
 
 
@@ -141,7 +156,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], config: dict[str, Any], 
         if isinstance(module, Quantizer):
             state[f"{name}.zero_point"] = state[f"{name}.zero_point"].float()
             if check:
-                _check_affine(name, module, state)
+                check_affine(name, module, state[f"{name}.scale"], state[f"{name}.zero_point"])
     for name, module in modules.items():
         if isinstance(module, QuantizedLayer) and (quantizer := module.weight_quantizer) is not None:
             key, shape = f"{name}.weight", tuple(module.weight.shape)
@@ -153,7 +168,11 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], config: dict[str, Any], 
     model.load_state_dict(state, strict=True)
 
 
-def _check_affine(name: str, quantizer: Quantizer, state: dict[str, Tensor]) -> None:
-    scale, zero_point = state[f"{name}.scale"], state[f"{name}.zero_point"]
+def read_weight(packed: Tensor, quantizer: Quantizer, shape: tuple[int, ...]) -> Tensor:
+    """The values of packed codes."""
+    return dequantize(unpack(packed, quantizer.bits, shape).float(), quantizer.scale.data, quantizer.zero_point)
+
+
+def check_affine(name: str, quantizer: Quantizer, scale: Tensor, zero_point: Tensor) -> None:
     if not (torch.isfinite(scale).all() and (scale > 0).all() and (zero_point <= top_code(quantizer.bits)).all()):
         raise ArtifactError(f"the quantizer {name} has an impossible scale or zero-point: the file is damaged")

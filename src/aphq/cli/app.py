@@ -50,7 +50,10 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 def quantize(
     model: Annotated[
         str,
-        typer.Argument(help="A timm model name, e.g. deit_small_patch16_224, or a detector, e.g. mask_rcnn_swin_t."),
+        typer.Argument(
+            help="A timm or torchvision name, e.g. deit_small_patch16_224; a folder that transformers' save_pretrained "
+            "wrote, or its name on the hub; a detector, e.g. mask_rcnn_swin_t."
+        ),
     ],
     data: Annotated[Path, typer.Option(help="Calibration images: a folder, a zip, or a text file with paths.")],
     out: Annotated[Path, typer.Option(help="The run folder; start again with the same options to continue a run.")],

@@ -24,11 +24,13 @@ def watch_inputs(modules: Mapping[str, nn.Module], see: Callable[[str, tuple[Ten
 
 @contextmanager
 def change_outputs(modules: Mapping[str, nn.Module], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """Each module's output is replaced by `change(name, output)`."""
+    """Each module's output is replaced by `change(name, output)`; of a tuple, its first element."""
     with ExitStack() as stack:
         for name, module in modules.items():
 
-            def hook(_: nn.Module, inputs: tuple[Any, ...], output: Tensor, name: str = name) -> Tensor:
+            def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any, name: str = name) -> Any:
+                if isinstance(output, tuple):
+                    return (change(name, output[0]), *output[1:])
                 return change(name, output)
 
             stack.callback(module.register_forward_hook(hook).remove)

@@ -199,7 +199,8 @@ class Workspace:
             for name in unit.modules
             for key, tensor in self.student.get_submodule(name).state_dict().items()
         }
-        self.folder.save(stage, unit.name, tensors)
+        # a unit without modules (the end of a model without a head) is done too; a file of no tensors cannot be read
+        self.folder.save(stage, unit.name, tensors or {"nothing": torch.zeros(1)})
 
     def recall(self, stage: str, name: str) -> dict[str, Tensor] | None:
         """A checkpoint, or None if the first process has none."""

@@ -11,6 +11,7 @@ from torch import nn
 from aphq.data.labelled import Labelled
 from aphq.data.preprocessing import Preprocessing
 from aphq.errors import DataError
+from aphq.models.architecture import predict
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def compare(
         pixels, labels = pixels.to(device), labels.to(device)
         first = None
         for name, model in models.items():
-            logits = model(pixels)
+            logits = predict(model, pixels)
             ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
             predicted = logits.argmax(dim=1)
             hits[name][0] += int((predicted == labels).sum())

@@ -19,7 +19,7 @@ from aphq.errors import ExportError
 from aphq.export.metadata import PREFIX, describe
 from aphq.export.parity import Parity, compare_units, compare_whole
 from aphq.export.registry import Draft, Options, exporter_named
-from aphq.models.architecture import architecture_of
+from aphq.models.architecture import architecture_of, predict
 
 PARITY_IMAGES = 32
 UNIT_IMAGES = 8  # of them, for the slower comparison unit by unit
@@ -99,11 +99,11 @@ def _compare(model: nn.Module, draft: Draft, images: Tensor) -> Parity:
         units = architecture_of(model).units(model)
         matches["reference"] = compare_units(model, units, images[:UNIT_IMAGES], draft.literal)
     parts, precise = images.split(UNIT_IMAGES), copy.deepcopy(model).double()
-    expected = torch.cat([model(part) for part in parts])
-    own = compare_whole(expected, torch.cat([precise(part.double()) for part in parts]).float())
+    expected = torch.cat([predict(model, part) for part in parts])
+    own = compare_whole(expected, torch.cat([predict(precise, part.double()) for part in parts]).float())
     matches["in float64"] = own
-    for name, predict in draft.fused.items():
-        matches[name] = compare_whole(expected, predict(images), own)
+    for name, fused in draft.fused.items():
+        matches[name] = compare_whole(expected, fused(images), own)
     return Parity(len(images), matches)
 
 

@@ -12,6 +12,7 @@ from aphq.artifact.info import classifier_input, info_of
 from aphq.data.preprocessing import Preprocessing
 from aphq.errors import ExportError
 from aphq.export.registry import Options
+from aphq.tasks.classification import class_count
 
 PREFIX = "aphq."
 FORMAT = "1"
@@ -28,7 +29,7 @@ def describe(model: nn.Module, options: Options) -> dict[str, str]:
         f"{PREFIX}version": __version__,
         f"{PREFIX}recipe": info.recipe.name,
         f"{PREFIX}family": info.family,
-        f"{PREFIX}classes": str(int(model.num_classes)),  # type: ignore[arg-type]
+        f"{PREFIX}classes": str(class_count(model)),
         f"{PREFIX}float_sha256": info.float_sha256,
         f"{PREFIX}preprocessing": json.dumps(preprocessing.to_dict()),
         f"{PREFIX}batch": "any" if options.batch is None else str(options.batch),

@@ -152,6 +152,33 @@ def unbind(context: Context, shape: tuple[int, ...], x: Value, axis: int = 0) ->
     return [context.transpose(part, remaining) for part in flat]
 
 
+@translates(aten.chunk.default)
+def chunk(context: Context, shape: tuple[int, ...], x: Value, count: int, axis: int = 0) -> list[Value]:
+    side = x.shape[axis]
+    width = -(-side // count)
+    return _split(context, x, [min(width, side - start) for start in range(0, side, width)], axis)
+
+
+def _split(context: Context, x: Value, sizes: list[int], axis: int) -> list[Value]:
+    axis %= len(x.shape)
+    names = context.graph.nodes_out("Split", [x.name, context.graph.ints(sizes)], len(sizes), axis=axis)
+    return [Value(n, (*x.shape[:axis], size, *x.shape[axis + 1 :])) for n, size in zip(names, sizes, strict=True)]
+
+
+@translates(aten.stack.default)
+def stack(context: Context, shape: tuple[int, ...], parts: list[Value], axis: int = 0) -> Value:
+    axis %= len(shape)
+    one = (*shape[:axis], 1, *shape[axis + 1 :])
+    names = [context.graph.reshape(context.name(part), one) for part in parts]
+    return Value(context.graph.node("Concat", names, axis=axis), shape)
+
+
+@translates(aten.repeat.default)
+def repeat(context: Context, shape: tuple[int, ...], x: Operand, times: list[Any]) -> Value:
+    """A constant repeated over a batch of unknown size; nothing else."""
+    return expand(context, shape, x)
+
+
 @translates(aten.select.int)
 def select(context: Context, shape: tuple[int, ...], x: Value, axis: int, index: int) -> Value:
     number = context.graph.constant(np.array(index, np.int64), "index")
@@ -252,6 +279,31 @@ def relu(context: Context, shape: tuple[int, ...], x: Value) -> Value:
     return by_rows(context, x, "Relu")
 
 
+def _unary(operator: str) -> Translate:
+    def apply(context: Context, shape: tuple[int, ...], x: Value) -> Value:
+        return Value(context.graph.node(operator, [x.name]), shape)
+
+    return apply
+
+
+OPERATORS[aten.neg.default] = _unary("Neg")
+OPERATORS[aten.tanh.default] = _unary("Tanh")
+
+
+@translates(aten.linalg_vector_norm.default)
+def vector_norm(
+    context: Context, shape: tuple[int, ...], x: Value, order: float, axes: list[int], keepdim: bool = False, **_: Any
+) -> Value:
+    if order != 2:
+        raise ExportError(f"a vector norm of order {order} is not supported; only 2 is")
+    return Value(context.graph.node("ReduceL2", [x.name, context.graph.ints(axes)], keepdims=int(keepdim)), shape)
+
+
+@translates(aten.clamp_min.default)
+def clamp_min(context: Context, shape: tuple[int, ...], x: Value, least: float) -> Value:
+    return Value(context.graph.node("Max", [x.name, context.name(least)]), shape)
+
+
 @translates(aten.sigmoid.default)
 def sigmoid(context: Context, shape: tuple[int, ...], x: Value) -> Value:
     return Value(context.graph.node("Sigmoid", [x.name]), shape)
@@ -308,6 +360,13 @@ def rms_norm(
 @translates(aten.mean.dim)
 def mean(context: Context, shape: tuple[int, ...], x: Value, axes: list[int], keepdim: bool = False, **_: Any) -> Value:
     return Value(context.graph.node("ReduceMean", [x.name, context.graph.ints(axes)], keepdims=int(keepdim)), shape)
+
+
+@translates(aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default)
+def pool_to_one(context: Context, shape: tuple[int, ...], x: Value, size: list[int]) -> Value:
+    if any(side != 1 for side in size):
+        raise ExportError(f"adaptive pooling to {size} is not supported; only to 1 is")
+    return mean(context, shape, x, list(range(-len(size), 0)), keepdim=True)
 
 
 @translates(aten.amax.default)

@@ -77,9 +77,8 @@ def _operand_formats(attention: Any) -> dict[str, Format] | None:
     qkv = getattr(attention, "qkv", None)
     if not isinstance(qkv, QuantizedLinear) or qkv.weight_quantizer is None or qkv.input_quantizer is None:
         return None
-    norms = (getattr(attention, name, nn.Identity()) for name in ("q_norm", "k_norm"))
     operands = {"qk.left": attention.qk.left, "qk.right": attention.qk.right, "pv.right": attention.pv.right}
-    if not all(isinstance(norm, nn.Identity) for norm in norms) or None in operands.values():
+    if not attention.direct or None in operands.values():
         return None
     forms = {side: activation_format(quantizer, signed=True) for side, quantizer in operands.items()}
     return None if any(form.zero_point.any() for form in forms.values()) else forms
@@ -107,7 +106,7 @@ def _share(plan: Plan, name: str, attention: Any, forms: dict[str, Format]) -> N
         plan.ready[f"{name}.{side}"] = torch.from_numpy((operand.scale / shared).astype(np.float32))
         plan.scales[f"{name}.{side}"] = float(shared[0])
     left, proj = attention.pv.left, attention.proj
-    plain = isinstance(getattr(attention, "norm", nn.Identity()), nn.Identity)
+    plain = attention.direct_output
     quantized = proj.input_quantizer is not None and proj.weight_quantizer is not None
     if by_number and plain and quantized and (left is None or left.scale.numel() == 1):
         factor = plan.ready[f"{name}.pv.right"]

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from aphq.engine.files import write_atomically
 from aphq.errors import ExportError
 from aphq.export.registry import Draft, Options, register
+from aphq.export.trace import Part
+from aphq.models.architecture import predict
 from aphq.runtimes.int8 import to_int8
 
 
@@ -26,7 +28,8 @@ class TorchExporter:
         sample = torch.zeros(options.batch or 2, *images.shape[1:])
         dims = ({0: torch.export.Dim("batch")},) if options.batch is None else None
         with torch.no_grad():
-            program = torch.export.export(to_int8(copy.deepcopy(model)), (sample,), dynamic_shapes=dims, strict=False)
+            part = Part(to_int8(copy.deepcopy(model)), predict)
+            program = torch.export.export(part, (sample,), dynamic_shapes=dims, strict=False)
         return Draft({"torch": partial(_predict, program.module(), options.batch)}, partial(_write, program))
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from aphq.errors import ExportError
-from aphq.models.architecture import Step
+from aphq.models.architecture import Step, architecture_of, predict, run_units
 from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedProduct, quantized_sites
 
 Site = QuantizedLayer | QuantizedProduct
@@ -47,6 +47,7 @@ class _LayerSite(nn.Module):
     def __init__(self, layer: QuantizedLayer, name: str) -> None:
         super().__init__()
         self.name, self.features = name, layer.weight.shape[0]
+        self.weight = nn.Parameter(layer.weight.new_zeros(()), requires_grad=False)  # some models ask for its type
         self.window = _window(layer, name) if isinstance(layer, QuantizedConv2d) else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ class Trace:
         return found
 
 
-class _Part(nn.Module):
+class Part(nn.Module):
     """One step of a model as a model."""
 
     def __init__(self, model: nn.Module, step: Step) -> None:
@@ -113,6 +114,14 @@ class _Part(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.step(self.model, x)
+
+
+def _whole(model: nn.Module) -> Step:
+    """The forward pass; of a model that gives more than a tensor its chain of units, which does nothing else."""
+    if not type(model).__module__.startswith("transformers."):
+        return predict
+    units = architecture_of(model).units(model)
+    return lambda shell, x: run_units(shell, units, x)
 
 
 def trace(model: nn.Module, sample: Tensor, dynamic_batch: bool = False, step: Step | None = None) -> Trace:
@@ -124,7 +133,7 @@ def trace(model: nn.Module, sample: Tensor, dynamic_batch: bool = False, step: S
         for name, site in sites.items()
     }
     shell = copy.deepcopy(model, stand_ins)  # a copy that has the stand-in wherever the site was
-    part = shell if step is None else _Part(shell, step)
+    part = Part(shell, step or _whole(model))
     dims = ({0: torch.export.Dim("batch")},) if dynamic_batch else None
     try:
         with torch.no_grad():

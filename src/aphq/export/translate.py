@@ -46,6 +46,8 @@ def _translate_node(
     args: Any = fx.map_arg(node.args, known.__getitem__)
     kwargs: Any = fx.map_arg(node.kwargs, known.__getitem__)
     target: Any = node.target
+    if target is aten._assert_tensor_metadata.default:
+        return None  # a check of the recorder's, which nothing reads
     if isinstance(node.meta.get("val"), (torch.SymInt, int)):
         return Symbol()
     if target is operator.getitem:
@@ -59,7 +61,7 @@ def _translate_node(
         return product(context, _shape(node), operands[0], operands[1], module, site, style)
     if not _varies(args) and not _varies(tuple(kwargs.values())):
         constant = target(*args, **kwargs)
-        if target is not aten.add.Tensor or constant.numel() <= sum(part.numel() for part in args):
+        if target is not aten.add.Tensor or not _grows(constant, args):
             return constant
         # a window's mask plus its position bias: far smaller apart, and every runtime adds them when it loads the file
     if target not in OPERATORS:
@@ -68,6 +70,12 @@ def _translate_node(
         kwargs = {**kwargs, "shift": context.plan.shifted_norms.get(node.name)}
     shape = () if isinstance(node.meta["val"], (tuple, list)) else _shape(node)
     return OPERATORS[target](context, shape, *args, **kwargs)
+
+
+def _grows(total: Any, parts: Any) -> bool:
+    """Whether a sum of float constants is larger than they are together."""
+    sizes = [part.numel() for part in parts if isinstance(part, torch.Tensor)]
+    return bool(total.is_floating_point()) and len(sizes) == len(parts) and total.numel() > sum(sizes)
 
 
 def _varies(args: Any) -> bool:

@@ -10,6 +10,7 @@ stages) it is a state instead: named tensors of one image, of which a unit makes
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from aphq import extras
+from aphq.data.preprocessing import Preprocessing
 from aphq.errors import ModelError
 
 UnitKind = Literal["patch_embed", "block", "merge", "neck", "head"]
+TaskName = Literal["classification", "embedding", "detection"]
 State = dict[str, Tensor]
 Value = Tensor | State
 Step = Callable[[nn.Module, Any], Any]  # (whole model, input) -> output, both a Value
@@ -28,11 +32,28 @@ Step = Callable[[nn.Module, Any], Any]  # (whole model, input) -> output, both a
 
 @dataclass(frozen=True)
 class NormPair:
-    """A LayerNorm whose output feeds one linear layer, so that a rescaling can move from one into the other."""
+    """A LayerNorm whose output feeds one linear layer, or several that take the same, so that a rescaling can move from
+    one into the other."""
 
     norm: str
     linear: str
     may_shift: bool = True  # False where zero padding comes between: it would no longer mean zero
+    others: tuple[str, ...] = ()  # further layers that read the norm, or some of its tokens: keys and values, say
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        return self.linear, *self.others
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Two linear layers with an activation between them, by name: fc2(norm(act(fc1(x))))."""
+
+    name: str
+    fc1: str
+    act: str
+    fc2: str
+    norm: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +72,7 @@ class Stream:
     writers: tuple[str, ...]  # linear layers and convolutions whose output is added to it
     readers: tuple[Reader, ...]
     constants: tuple[str, ...] = ()  # parameters [..., channels] that are added to it or are part of it
-    scales: tuple[tuple[str, str], ...] = ()  # (LayerScale, the writer before it)
+    scales: tuple[tuple[str, str], ...] = ()  # (parameter of a LayerScale, the writer before it)
 
 
 @dataclass(frozen=True)
@@ -63,9 +84,19 @@ class Unit:
     run: Step
     bridge: Step  # from this unit's output to the next unit's input (after the last unit: to the logits)
     modules: tuple[str, ...]  # module paths that hold the unit's parameters
-    mlp: str | None = None  # module with fc1, act, fc2
+    mlp: Mlp | None = None  # None too where an MLP has another shape, such as a gate
     norms: tuple[NormPair, ...] = ()
     makes: tuple[str, ...] = ()  # the tensors of a state that are the unit's output; none where tensors flow
+
+
+def unit_sites(unit: Unit) -> tuple[str, ...]:
+    """The modules whose outputs are reconstructed: the MLP's last layer and the whole."""
+    return (unit.name,) if unit.mlp is None else (unit.mlp.fc2, unit.name)
+
+
+def mlps_of(units: Sequence[Unit]) -> dict[str, Mlp]:
+    """The MLPs by their names, which are what files keep."""
+    return {unit.mlp.name: unit.mlp for unit in units if unit.mlp is not None}
 
 
 def unchanged(model: nn.Module, x: Value) -> Value:
@@ -98,7 +129,19 @@ class Architecture(ABC):
 
     family: ClassVar[str]  # the name that artifacts carry
     classes: ClassVar[tuple[type[nn.Module], ...]]
-    task: ClassVar[Literal["classification", "detection"]] = "classification"
+    task: ClassVar[TaskName] = "classification"
+
+    def task_of(self, model: nn.Module) -> TaskName:
+        """What this very model is for: without a classifier it embeds."""
+        return self.task
+
+    def preprocessing(self, model: nn.Module) -> Preprocessing:
+        """The images that a classifier or an embedding takes."""
+        return Preprocessing.of_model(model)
+
+    def num_classes(self, model: nn.Module) -> int:
+        """How many numbers the model says of an image: classes, or channels of its embedding."""
+        return int(model.num_classes or model.num_features)  # type: ignore[arg-type]
 
     @abstractmethod
     def check(self, model: nn.Module) -> None:
@@ -126,6 +169,15 @@ class Architecture(ABC):
 
 
 _REGISTRY: list[Architecture] = []
+_LATER = {"transformers": "aphq.models.hf"}  # adapters of libraries that are optional and slow to import
+
+
+def _import_families(name: str) -> None:
+    """Make the adapters known that a module or a family of this name may need."""
+    package = _LATER.get(name.split(".")[0])
+    if package is not None:
+        extras.require("transformers")
+        importlib.import_module(package)
 
 
 def register(cls: type[Architecture]) -> type[Architecture]:
@@ -134,14 +186,22 @@ def register(cls: type[Architecture]) -> type[Architecture]:
     return cls
 
 
+def families() -> tuple[Architecture, ...]:
+    """The adapters that are known so far."""
+    return tuple(_REGISTRY)
+
+
 def architecture_of(model: nn.Module) -> Architecture:
     """The adapter for a model: that of its nearest registered base class. The model is checked."""
     for base in type(model).__mro__:
+        _import_families(base.__module__)
         for architecture in _REGISTRY:
             if base in architecture.classes:
                 architecture.check(model)
                 return architecture
+    package = type(model).__module__.split(".")[0]
     known = sorted(f"{cls.__module__.split('.')[0]}'s {cls.__name__}" for a in _REGISTRY for cls in a.classes)
+    known = [name for name in known if name.startswith(f"{package}'s ")] or known  # what the user could have had
     name, part = _first_strange_part(model)
     where = f" (no adapter knows its module {name!r} of class {type(part).__name__})" if name else ""
     raise ModelError(
@@ -156,11 +216,19 @@ def _first_strange_part(model: nn.Module) -> tuple[str, nn.Module]:
         children = ((n, m) for n, m in part.named_children() if any(True for _ in m.parameters()))
         first = next(children, None)
         if first is None or type(first[1]).__module__.startswith("torch.nn."):
-            return name, part
+            break
         name, part = f"{name}.{first[0]}".lstrip("."), first[1]
+    if name:
+        return name, part
+    for inner, module in model.named_modules():  # it starts with layers of torch: the first part that multiplies
+        own = not type(module).__module__.startswith("torch.nn.")
+        if inner and own and any(isinstance(m, (nn.Linear, nn.Conv2d)) for m in module.modules()):
+            return inner, module
+    return name, part
 
 
 def architecture_named(family: str) -> Architecture:
+    _import_families(str(family))
     for architecture in _REGISTRY:
         if architecture.family == family:
             return architecture
@@ -174,12 +242,27 @@ def run_units(model: nn.Module, units: Sequence[Unit], x: Any) -> Any:
     return x
 
 
+PREDICTIONS = ("logits", "image_embeds", "pooler_output")  # in a structured output, the most processed first
+
+
+def predict(model: nn.Module, images: Tensor) -> Tensor:
+    """Logits or embeddings [batch, classes], whether the model gives a tensor or, as transformers do, a structure."""
+    output = model(images)
+    if isinstance(output, Tensor):
+        return output
+    for name in PREDICTIONS:
+        value = getattr(output, name, None)
+        if isinstance(value, Tensor):
+            return value
+    raise ModelError(f"expected logits or embeddings from the model, got a {type(output).__name__} without any")
+
+
 @torch.no_grad()
 def check_units(model: nn.Module, units: Sequence[Unit], images: Tensor) -> None:
     """The chain of units must be the model: a subclass with its own forward, say, is found out here."""
-    expected, got = model(images), run_units(model, units, images)
-    if not torch.is_tensor(expected) or expected.ndim != 2:
-        kind = f"shape {tuple(expected.shape)}" if torch.is_tensor(expected) else type(expected).__name__
+    expected, got = predict(model, images), run_units(model, units, images)
+    if expected.ndim != 2:
+        kind = f"shape {tuple(expected.shape)}"
         raise ModelError(f"expected logits or embeddings of shape [batch, classes] from the model, got {kind}")
     if not torch.isfinite(expected).all():
         raise ModelError("the float model's output is not finite (NaN or Inf): check its weights")

@@ -1,13 +1,17 @@
 """Attention with its two products as modules, so that they can be quantized like any layer.
 
-Each class takes over the children and parameters of the timm module it replaces, under the same names. While neither
-product is active it calls the same fused kernel as timm, so an unquantized model is the original bit for bit.
+Each class takes over the children and parameters of the module it replaces, under the same names where they are layers.
+While neither product is active it calls the same fused kernel as the original, so an unquantized model is the original
+bit for bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,14 +22,66 @@ from aphq.quant.layers import QuantizedProduct
 TOKENS_BY = 4  # TF32 products of odd sizes run at a fraction of the speed
 
 
+@dataclass(frozen=True)
+class Projection:
+    """Some rows of a linear layer: the queries, the keys or the values."""
+
+    layer: Any
+    rows: slice = field(default_factory=lambda: slice(None))
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The layers around an attention."""
+
+    query: Projection
+    key: Projection
+    value: Projection
+    output: Any
+
+
 class OpenAttention(nn.Module):
     """What all open attentions share: the products and the core between the projections."""
 
-    def __init__(self, heads: int, scale: float, fused: bool) -> None:
+    late_scale = False  # where the original multiplies the scores, rather than the queries, if no kernel is fused
+
+    def __init__(self, heads: int, scale: float, fused: bool, given_scale: float | None = None) -> None:
+        """`given_scale` is what the original hands to the fused kernel, None if it leaves that to the kernel."""
         super().__init__()
-        self.num_heads, self.scale, self.fused = heads, scale, fused
+        self.num_heads, self.scale, self.fused, self.given_scale = heads, scale, fused, given_scale
         self.qk = QuantizedProduct(heads)  # q k^T
         self.pv = QuantizedProduct(heads)  # softmax(...) v
+
+    def projections(self) -> Projections | None:
+        """None where queries, keys, values and output have no layers of their own."""
+        qkv, proj = getattr(self, "qkv", None), getattr(self, "proj", None)
+        if qkv is None or proj is None:
+            return None
+        size = len(qkv.weight) // 3
+        q, k, v = (Projection(qkv, slice(i * size, (i + 1) * size)) for i in range(3))
+        return Projections(q, k, v, proj)
+
+    @property
+    def direct(self) -> bool:
+        """Whether queries and keys reach their product as the layers give them."""
+        return self._all_identity("q_norm", "k_norm")
+
+    @property
+    def direct_output(self) -> bool:
+        """Whether the projection gets what the second product gives."""
+        return self._all_identity("norm")
+
+    @property
+    def averages(self) -> bool:
+        """Whether the weights of the values add up to 1."""
+        return True
+
+    def _all_identity(self, *names: str) -> bool:
+        return all(isinstance(getattr(self, name, None) or nn.Identity(), nn.Identity) for name in names)
+
+    def split(self, x: Tensor) -> Tensor:
+        """[batch, tokens, heads * channels] -> [batch, heads, tokens, channels]"""
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         """[batch, heads, tokens, channels] each -> the same; `bias` [periods, heads, tokens, tokens] is added to the
@@ -39,7 +95,9 @@ class OpenAttention(nn.Module):
         if self.fused:
             if bias is not None and len(bias) not in (1, len(q)):
                 bias = bias.repeat(len(q) // len(bias), 1, 1, 1)
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.given_scale)
+        if self.late_scale:
+            return probabilities(q @ k.transpose(-2, -1), self.scale, bias) @ v
         return probabilities((q * self.scale) @ k.transpose(-2, -1), 1.0, bias) @ v
 
     def _learning(self) -> bool:
@@ -65,9 +123,33 @@ class OpenAttention(nn.Module):
         return (p @ operand(self.pv.right, v))[:, :, : size[0]]
 
 
-def probabilities(scores: Tensor, factor: float, bias: Tensor | None) -> Tensor:
+def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A layer made of tensors that belong to no layer yet."""
+    out, inner = weight.shape
+    layer = nn.Linear(inner, out, bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
+    return layer
+
+
+def with_joint_bias(source: Any) -> nn.Linear:
+    """The qkv layer of an attention that keeps the biases of queries and values apart and has none for the keys."""
+    qkv: nn.Linear = source.qkv
+    if source.q_bias is None:
+        return qkv
+    return linear_of(qkv.weight, torch.cat([source.q_bias, torch.zeros_like(source.q_bias), source.v_bias]))
+
+
+def open_attentions(model: nn.Module) -> Iterator[tuple[str, OpenAttention]]:
+    for name, module in model.named_modules():
+        if isinstance(module, OpenAttention):
+            yield name, module
+
+
+def probabilities(scores: Tensor, factor: float | Tensor, bias: Tensor | None) -> Tensor:
     """softmax(factor * scores + bias), the bias repeated over the batch."""
-    if factor != 1:
+    if isinstance(factor, Tensor) or factor != 1:
         scores = scores * factor
     if bias is not None:
         batch = scores.shape[0]

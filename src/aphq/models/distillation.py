@@ -33,7 +33,26 @@ class LogitDistillation:
         return softmax_probe(prediction / temperature, generator)
 
 
+class EmbeddingDistillation:
+    """Predictions are embeddings [batch, channels], which somebody compares with others or feeds to a classifier."""
+
+    def loss(self, prediction: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+        """Squared distance relative to the teacher's squared length, mean over the batch: direction and length count.
+        There is no distribution, so the temperature means nothing."""
+        return ((prediction - teacher).square().sum(-1) / _squared_length(teacher)).mean()
+
+    def probe(self, prediction: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+        """The curvature is 2 / |teacher|^2 times the identity."""
+        z = torch.randn(prediction.shape, generator=generator).to(prediction)
+        return z * (2 / _squared_length(prediction)).sqrt()[:, None]
+
+
 LOGITS = LogitDistillation()
+EMBEDDINGS = EmbeddingDistillation()
+
+
+def _squared_length(x: Tensor) -> Tensor:
+    return x.detach().square().sum(-1).clamp_min(1e-12)
 
 
 def softmax_probe(logits: Tensor, generator: torch.Generator) -> Tensor:

@@ -1,4 +1,5 @@
-"""Getting the float model: a timm name with hub weights, a local checkpoint, a detector, or a module the caller has."""
+"""Getting the float model: a name in timm or torchvision with hub weights or a local checkpoint, a folder that
+transformers wrote, a detector, or a module the caller has."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aphq import extras
 from aphq.errors import ModelError
 from aphq.models.architecture import Architecture
 from aphq.models.detection.config import DETECTORS
 from aphq.typed import nearest
 
-CLASSIFIERS = ("head.weight", "head.fc.weight")  # ViT, Swin: rows are classes
+CLASSIFIERS = ("head.weight", "head.fc.weight", "heads.head.weight")  # ViT, Swin, torchvision's ViT: rows are classes
+TIMM_SOURCES = ("hf_hub:", "hf-hub:", "local-dir:")  # timm's own ways to name a place
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")  # keys under which trainers keep the weights
 
 
@@ -25,16 +28,29 @@ def load_model(
 ) -> nn.Module:
     """`timm.create_model(name)` with weights from the hub, or from a local .safetensors, .pth, .pt or .bin file.
 
-    The number of classes comes from the local file unless given; other `arguments` go to timm. The names of detectors
-    (`aphq.detection.DETECTORS`) always need a local file; `arguments` are then fields of their DetectorConfig.
+    The number of classes comes from the local file unless given; other `arguments` go to timm. A name that only
+    torchvision has (vit_b_16, swin_v2_t) is looked up there. A folder with a config.json, or a name with a slash, is a
+    model of transformers, from the folder or from the hub. The names of detectors (`aphq.detection.DETECTORS`) always
+    need a local file; `arguments` are then fields of their DetectorConfig.
     """
     if name in DETECTORS:
         from aphq.models.detection.checkpoint import load_detector
 
         return load_detector(name, weights, num_classes, **arguments)
+    if _is_of_transformers(name):
+        extras.require("transformers")
+        from aphq.models.hf.loading import load_pretrained
+
+        if weights is not None or num_classes is not None or arguments:
+            raise ModelError(
+                f"{name} has its own weights and configuration: --weights and model arguments do not apply"
+            )
+        return load_pretrained(name)
     import timm
 
     base = name.split(".")[0]
+    if not timm.is_model(base) and _is_of_torchvision(name):
+        return _from_torchvision(name, weights, num_classes, arguments)
     if not timm.is_model(base):
         raise ModelError(f"timm has no model {name!r}: {nearest(base, [*timm.list_models(), *DETECTORS])}")
     if weights is None:
@@ -78,6 +94,39 @@ def model_fingerprint(model: nn.Module, architecture: Architecture) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _is_of_transformers(name: str) -> bool:
+    if Path(name).is_dir():
+        if (Path(name) / "config.json").is_file():
+            return True
+        raise ModelError(f"the folder {name} holds no model: there is no config.json in it")
+    return "/" in name and not name.startswith(TIMM_SOURCES)
+
+
+def _is_of_torchvision(name: str) -> bool:
+    from torchvision.models import list_models
+
+    return name in list_models()
+
+
+def _from_torchvision(
+    name: str, weights: str | Path | None, num_classes: int | None, arguments: dict[str, Any]
+) -> nn.Module:
+    from torchvision.models import get_model
+
+    state = None if weights is None else read_checkpoint(Path(weights))
+    if num_classes is None and state is not None:
+        num_classes = next((state[key].shape[0] for key in CLASSIFIERS if key in state), None)
+    extra: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
+    try:
+        model: nn.Module = get_model(name, weights="DEFAULT" if state is None else None, **extra, **arguments)
+    except Exception as problem:  # arguments that do not fit, or whatever the download raises
+        reason = " ".join(str(problem).split())[:200]
+        raise ModelError(f"torchvision cannot create {name!r} ({type(problem).__name__}: {reason})") from None
+    if state is not None:
+        _load_strictly(model, state, str(weights))
+    return model.eval()
 
 
 def _from_hub(name: str, num_classes: int | None, arguments: dict[str, Any]) -> nn.Module:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from aphq.errors import RecipeError
-from aphq.models.architecture import Architecture, Unit, replace_module
+from aphq.models.architecture import Architecture, Mlp, Unit, replace_module
 from aphq.quant.layers import (
     QuantizedConv2d,
     QuantizedConvTranspose2d,
@@ -32,6 +32,13 @@ LAYERS: dict[type, Any] = {
 SOFTMAX_PRODUCT = ".pv"  # what `OpenAttention` calls softmax times v
 
 
+def opened_copy(model: nn.Module, architecture: Architecture) -> nn.Module:
+    """The teacher: a float32 copy in eval mode; its attention is open, so its modules are named as the student's."""
+    teacher = copy.deepcopy(model).float().eval().requires_grad_(False)
+    architecture.open_attention(teacher)
+    return teacher
+
+
 def make_student(model: nn.Module, architecture: Architecture, units: Sequence[Unit], recipe: Recipe) -> nn.Module:
     """A copy of `model` whose linear layers, convolutions and attention products hold the recipe's quantizers.
 
@@ -39,9 +46,15 @@ def make_student(model: nn.Module, architecture: Architecture, units: Sequence[U
     """
     student = copy.deepcopy(model)
     architecture.open_attention(student)
+    equip(student, units, recipe)
+    return student.requires_grad_(False).eval()
+
+
+def equip(student: nn.Module, units: Sequence[Unit], recipe: Recipe) -> None:
+    """Give a model whose attention is open the recipe's quantizers, in place."""
     image_modules = next((unit.modules for unit in units if unit.kind == "patch_embed"), ())
     for name, module in list(student.named_modules()):
-        sees_image = any(name.startswith(f"{prefix}.") for prefix in image_modules)
+        sees_image = any(f"{name}.".startswith(f"{prefix}.") for prefix in image_modules)
         if type(module) in LAYERS:
             replace_module(student, name, _quantized_layer(module, name, recipe, sees_image))
         elif isinstance(module, QuantizedProduct):
@@ -50,7 +63,6 @@ def make_student(model: nn.Module, architecture: Architecture, units: Sequence[U
             if bits is not None:
                 module.left, module.right = _operands(recipe.activations, name, bits, shape)
     _check_patterns(student, recipe)
-    return student.requires_grad_(False).eval()
 
 
 def _operands(settings: Activations, name: str, bits: int, shape: tuple[int, ...]) -> tuple[Quantizer, Quantizer]:
@@ -80,9 +92,9 @@ def _check_patterns(student: nn.Module, recipe: Recipe) -> None:
             )
 
 
-def swap_activation(model: nn.Module, mlp: str) -> None:
-    """The MLP named `mlp` uses ReLU from here on."""
-    replace_module(model, f"{mlp}.act", nn.ReLU())
+def swap_activation(model: nn.Module, mlp: Mlp) -> None:
+    """The MLP uses ReLU from here on."""
+    replace_module(model, mlp.act, nn.ReLU())
 
 
 def enable(module: nn.Module, on: bool = True) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from timm import layers as timm_layers
 from torch import nn
 
 from aphq.errors import ModelError
-from aphq.models.architecture import Reader
+from aphq.models.architecture import Mlp, NormPair, Reader
 
 # The only classes an artifact may name; nothing else is looked up from a file.
 NORMS: dict[str, type[nn.Module]] = {
@@ -36,14 +37,48 @@ def require_type(module: nn.Module, name: str, *wanted: type[nn.Module]) -> None
         raise ModelError(f"module {name!r} is a {type(module).__name__}; supported there: {names}")
 
 
+def timm_mlp(module: nn.Module, name: str) -> Mlp | None:
+    """The description of timm's `Mlp`; None for one with a gate, which has another shape."""
+    if type(module) is not timm_layers.Mlp:
+        return None
+    norm = None if isinstance(module.norm, nn.Identity) else f"{name}.norm"
+    return Mlp(name, f"{name}.fc1", f"{name}.act", f"{name}.fc2", norm)
+
+
+def first_layers(mlp: nn.Module, name: str) -> tuple[str, ...]:
+    """The layers that read an MLP's input: one, or two where the gate has its own."""
+    parts = ("fc1_g", "fc1_x") if isinstance(mlp, timm_layers.SwiGLU) else ("fc1",)
+    return tuple(f"{name}.{part}" for part in parts)
+
+
+def block_norms(model: nn.Module, block: str, may_shift: bool = True) -> tuple[NormPair, NormPair]:
+    """Of a block that normalises first: norm1 to queries, keys and values, norm2 to the MLP."""
+    attention, mlp = model.get_submodule(f"{block}.attn"), model.get_submodule(f"{block}.mlp")
+    # keys first: in attention by the class token alone they see more than the queries do
+    separate = [p for p in ("k_proj", "q_proj", "v_proj", "k", "q", "v") if getattr(attention, p, None) is not None]
+    gate = ["gate"] if getattr(attention, "gate", None) is not None else []
+    whole = ["qkv"] if getattr(attention, "qkv", None) is not None else separate
+    layers = [f"{block}.attn.{part}" for part in whole + gate]
+    first, *rest = first_layers(mlp, f"{block}.mlp")
+    return (
+        NormPair(f"{block}.norm1", layers[0], may_shift, tuple(layers[1:])),
+        NormPair(f"{block}.norm2", first, others=tuple(rest)),
+    )
+
+
+def has_parameter(model: nn.Module, name: str) -> bool:
+    """Whether there is one of this name; the module that would hold it may be an Identity, its value None."""
+    owner, _, last = name.rpartition(".")
+    return isinstance(getattr(model.get_submodule(owner), last, None), nn.Parameter)
+
+
+def readers_of(pairs: Iterable[NormPair]) -> tuple[Reader, ...]:
+    return tuple(Reader(pair.norm, pair.linears) for pair in pairs)
+
+
 def block_writers(block: str) -> tuple[str, str]:
     """The layers of a transformer block that add to the residual stream."""
     return f"{block}.attn.proj", f"{block}.mlp.fc2"
-
-
-def block_readers(block: str) -> tuple[Reader, Reader]:
-    """What reads the residual stream in a transformer block."""
-    return Reader(f"{block}.norm1", (f"{block}.attn.qkv",)), Reader(f"{block}.norm2", (f"{block}.mlp.fc1",))
 
 
 def describe_norm(module: nn.Module, name: str) -> dict[str, Any]:
@@ -68,6 +103,30 @@ def describe_activation(module: nn.Module, name: str) -> str:
 
 def activation_factory(key: str) -> Any:
     return _allowed(ACTIVATIONS, key)
+
+
+MLPS: dict[str, Any] = {
+    "mlp": timm_layers.Mlp,
+    "glu": timm_layers.GluMlp,
+    "glu, gate first": partial(timm_layers.GluMlp, gate_last=False),
+    "swiglu": timm_layers.SwiGLU,
+}
+
+
+def describe_mlp(module: Any, name: str) -> str:
+    require_type(module, name, timm_layers.Mlp, timm_layers.GluMlp, timm_layers.SwiGLU)
+    if type(module) is timm_layers.GluMlp:
+        return "glu" if module.gate_last else "glu, gate first"
+    return "swiglu" if type(module) is timm_layers.SwiGLU else "mlp"
+
+
+def mlp_factory(key: str) -> Any:
+    return _allowed(MLPS, key)
+
+
+def hidden_width(mlp: Any) -> int:
+    """Of an MLP, as its constructor takes it."""
+    return int((mlp.fc1_g if isinstance(mlp, timm_layers.SwiGLU) else mlp.fc1).weight.shape[0])
 
 
 def mlp_ratio(hidden: int, width: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from timm.layers import ClassifierHead, Mlp, PatchEmbed
 from timm.models.swin_transformer import (
@@ -14,12 +14,12 @@ from timm.models.swin_transformer import (
 )
 from torch import Tensor, nn
 
-from aphq.errors import ModelError
 from aphq.models.architecture import (
     Architecture,
     NormPair,
     Reader,
     Stream,
+    TaskName,
     Unit,
     module_step,
     register,
@@ -28,28 +28,27 @@ from aphq.models.architecture import (
 )
 from aphq.models.attention import SwinAttention
 from aphq.models.timm_parts import (
-    block_readers,
+    block_norms,
     block_writers,
     construct,
     describe_norm,
     mlp_ratio,
     norm_factory,
+    readers_of,
     require_type,
+    timm_mlp,
 )
 
 
 @register
 class TimmSwin(Architecture):
     family = "timm.SwinTransformer"
-    classes = (SwinTransformer,)
+    classes: ClassVar[tuple[type[nn.Module], ...]] = (SwinTransformer,)
+    merging: ClassVar[type[nn.Module]] = PatchMerging
 
     def check(self, model: Any) -> None:
         require_type(model.patch_embed, "patch_embed", PatchEmbed)
         require_type(model.head, "head", ClassifierHead)
-        if isinstance(model.head.fc, nn.Identity):
-            raise ModelError(
-                "the model has no classifier (module 'head.fc' is an Identity); create it with num_classes > 0"
-            )
         for s, stage in enumerate(model.layers):
             require_type(stage, f"layers.{s}", SwinTransformerStage)
             require_type(stage.downsample, f"layers.{s}.downsample", PatchMerging, nn.Identity)
@@ -60,31 +59,38 @@ class TimmSwin(Architecture):
                 require_type(block.mlp, f"{name}.mlp", Mlp)
                 require_type(block.mlp.act, f"{name}.mlp.act", nn.GELU)  # timm builds no other
 
+    def task_of(self, model: Any) -> TaskName:
+        return "embedding" if isinstance(model.head.fc, nn.Identity) else "classification"
+
     def units(self, model: Any) -> tuple[Unit, ...]:
         units = [Unit("patch_embed", "patch_embed", module_step("patch_embed"), unchanged, ("patch_embed",))]
         height, width = model.patch_embed.grid_size
         for s, stage in enumerate(model.layers):
-            if isinstance(stage.downsample, PatchMerging):
+            if isinstance(stage.downsample, self.merging):
                 height, width = -(-height // 2), -(-width // 2)  # an odd side is padded; `input_resolution` says less
                 name = f"layers.{s}.downsample"
-                pair = NormPair(f"{name}.norm", f"{name}.reduction")
-                units.append(Unit(name, "merge", module_step(name), unchanged, (name,), norms=(pair,)))
+                norms = self.merge_norms(name)
+                units.append(Unit(name, "merge", module_step(name), unchanged, (name,), norms=norms))
             for b, block in enumerate(stage.blocks):
                 name = f"layers.{s}.blocks.{b}"
                 is_last = stage is model.layers[-1] and block is stage.blocks[-1]
-                norms = (
-                    NormPair(f"{name}.norm1", f"{name}.attn.qkv", may_shift=not _pads(block, (height, width))),
-                    NormPair(f"{name}.norm2", f"{name}.mlp.fc1"),
-                )
+                norms = self.norms(model, name, may_shift=not _pads(block, (height, width)))
                 bridge = _final_norm if is_last else unchanged
-                units.append(Unit(name, "block", module_step(name), bridge, (name,), f"{name}.mlp", norms))
+                mlp = timm_mlp(block.mlp, f"{name}.mlp")
+                units.append(Unit(name, "block", module_step(name), bridge, (name,), mlp, norms))
         units.append(Unit("head", "head", module_step("head"), unchanged, ("head",)))
         return tuple(units)
+
+    def norms(self, model: Any, name: str, may_shift: bool) -> tuple[NormPair, ...]:
+        return block_norms(model, name, may_shift)
+
+    def merge_norms(self, name: str) -> tuple[NormPair, ...]:
+        return (NormPair(f"{name}.norm", f"{name}.reduction"),)
 
     def streams(self, model: Any) -> tuple[Stream, ...]:
         """One per stage that a patch merging starts; the first stage's comes out of a LayerNorm, which fixes its basis,
         and where windows are filled with zeros after a norm its bias cannot move."""
-        if model.global_pool != "avg":
+        if model.global_pool != "avg" or self.task_of(model) == "embedding":
             return ()
         shifts = {pair.norm: pair.may_shift for unit in self.units(model) for pair in unit.norms}
         streams = []
@@ -99,7 +105,7 @@ class TimmSwin(Architecture):
                 continue
             if isinstance(stage.downsample, PatchMerging) and all(shifts[f"{b}.norm1"] for b in blocks):
                 writers = [writer for block in blocks for writer in block_writers(block)]
-                readers = [reader for block in blocks for reader in block_readers(block)]
+                readers = [reader for block in blocks for reader in readers_of(block_norms(model, block))]
                 streams.append(Stream((f"layers.{s}.downsample.reduction", *writers), (*readers, last)))
         return tuple(streams)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from timm.layers import AttentionPoolLatent, LayerScale, Mlp, PatchEmbed
+from timm.layers import AttentionPoolLatent, LayerScale, PatchEmbed
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Attention, Block, VisionTransformer
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from aphq.models.architecture import (
     Architecture,
     NormPair,
     Reader,
+    Step,
     Stream,
+    TaskName,
     Unit,
     module_step,
     register,
@@ -24,36 +26,42 @@ from aphq.models.architecture import (
 from aphq.models.attention import LatentPool, VitAttention
 from aphq.models.timm_parts import (
     activation_factory,
-    block_readers,
+    block_norms,
     block_writers,
     construct,
     describe_activation,
+    describe_mlp,
     describe_norm,
+    has_parameter,
+    hidden_width,
+    mlp_factory,
     mlp_ratio,
     norm_factory,
+    readers_of,
     require_type,
+    timm_mlp,
 )
 
 
 @register
 class TimmVit(Architecture):
     family = "timm.VisionTransformer"
-    classes = (VisionTransformer,)
+    classes: ClassVar[tuple[type[nn.Module], ...]] = (VisionTransformer,)
+    scales: ClassVar[tuple[str, str]] = ("ls1.gamma", "ls2.gamma")  # parameters of a block's LayerScale
 
     def check(self, model: Any) -> None:
         require_type(model.patch_embed, "patch_embed", PatchEmbed)
         for i, block in enumerate(model.blocks):
             require_type(block, f"blocks.{i}", Block)
             require_type(block.attn, f"blocks.{i}.attn", Attention, VitAttention)
-            require_type(block.mlp, f"blocks.{i}.mlp", Mlp)
+            describe_mlp(block.mlp, f"blocks.{i}.mlp")
             if getattr(block.attn, "gate", None) is not None:
                 raise ModelError(f"module 'blocks.{i}.attn' has a gate; supported there: Attention without a gate")
         if model.attn_pool is not None:
             require_type(model.attn_pool, "attn_pool", AttentionPoolLatent, LatentPool)
-        if isinstance(model.head, nn.Identity):
-            raise ModelError(
-                "the model has no classifier (module 'head' is an Identity); create it with num_classes > 0"
-            )
+
+    def task_of(self, model: Any) -> TaskName:
+        return "embedding" if isinstance(model.head, nn.Identity) else "classification"
 
     def units(self, model: Any) -> tuple[Unit, ...]:
         last = f"blocks.{len(model.blocks) - 1}"
@@ -61,43 +69,56 @@ class TimmVit(Architecture):
             Unit(
                 name=name,
                 kind="block",
-                run=module_step(name),
+                run=self.step(name),
                 bridge=self.before_head if name == last else unchanged,
                 modules=(name,),
-                mlp=f"{name}.mlp",
-                norms=(NormPair(f"{name}.norm1", f"{name}.attn.qkv"), NormPair(f"{name}.norm2", f"{name}.mlp.fc1")),
+                mlp=timm_mlp(model.get_submodule(f"{name}.mlp"), f"{name}.mlp"),
+                norms=self.norms(model, name),
             )
             for name in (f"blocks.{i}" for i in range(len(model.blocks)))
         )
-        embed = Unit("patch_embed", "patch_embed", module_step("patch_embed"), _embed_positions, ("patch_embed",))
+        embed = Unit("patch_embed", "patch_embed", module_step("patch_embed"), self.embed, ("patch_embed",))
         return embed, *blocks, self.head_unit(model)
 
+    def step(self, block: str) -> Step:
+        """How a block runs."""
+        return module_step(block)
+
+    def norms(self, model: Any, block: str) -> tuple[NormPair, ...]:
+        return block_norms(model, block)
+
+    def embed(self, model: Any, x: Tensor) -> Tensor:
+        """From the patches to the first block's input."""
+        out: Tensor = model.norm_pre(model.patch_drop(model._pos_embed(x)))
+        return out
+
     def head_unit(self, model: Any) -> Unit:
-        modules = ("head",) if model.attn_pool is None else ("attn_pool", "head")
+        modules = ("head",) if getattr(model, "attn_pool", None) is None else ("attn_pool", "head")
         return Unit("head", "head", _head, unchanged, modules)
 
     def before_head(self, model: Any, x: Tensor) -> Tensor:
         """The last block's output to the head unit's input; pooling by attention is part of the head."""
         x = model.norm(x)
-        return x if model.attn_pool is not None else model.fc_norm(model.pool(x))
+        return x if getattr(model, "attn_pool", None) is not None else model.fc_norm(model.pool(x))
 
     def streams(self, model: Any) -> tuple[Stream, ...]:
         """One, from the patches to the head, unless something on the way depends on the basis."""
         last = self.last_reader(model)
-        if last is None or not all(isinstance(m, nn.Identity) for m in (model.patch_embed.norm, model.norm_pre)):
+        before = (model.patch_embed.norm, getattr(model, "norm_pre", nn.Identity()))
+        if last is None or not all(isinstance(m, nn.Identity) for m in before):
+            return ()
+        if not self.norms(model, "blocks.0"):
             return ()
         blocks = [f"blocks.{i}" for i in range(len(model.blocks))]
         writers = [writer for block in blocks for writer in block_writers(block)]
-        scales = [scale for block in blocks for scale in (f"{block}.ls1", f"{block}.ls2")]
+        scales = [f"{block}.{scale}" for block in blocks for scale in self.scales]
         constants = ("pos_embed", "cls_token", "reg_token", "dist_token")
         stream = Stream(
             writers=("patch_embed.proj", *writers),
-            readers=(*(reader for block in blocks for reader in block_readers(block)), last),
+            readers=(*(reader for block in blocks for reader in readers_of(self.norms(model, block))), last),
             constants=tuple(name for name in constants if getattr(model, name, None) is not None),
             scales=tuple(
-                (scale, writer)
-                for scale, writer in zip(scales, writers, strict=True)
-                if isinstance(model.get_submodule(scale), LayerScale)
+                (scale, writer) for scale, writer in zip(scales, writers, strict=True) if has_parameter(model, scale)
             ),
         )
         return (stream,)
@@ -105,7 +126,12 @@ class TimmVit(Architecture):
     def last_reader(self, model: Any) -> Reader | None:
         """The norm before the head: the final one or, of pooled features, their own."""
         norms = [name for name in ("norm", "fc_norm") if not isinstance(getattr(model, name), nn.Identity)]
-        if len(norms) != 1 or model.attn_pool is not None or model.global_pool not in ("token", "avg"):
+        if (
+            len(norms) != 1
+            or self.task_of(model) == "embedding"
+            or getattr(model, "attn_pool", None) is not None
+            or model.global_pool not in ("token", "avg")
+        ):
             return None
         return Reader(norms[0], tuple(name for name in ("head", "head_dist") if hasattr(model, name)))
 
@@ -127,7 +153,7 @@ class TimmVit(Architecture):
             "embed_dim": model.embed_dim,
             "depth": len(model.blocks),
             "num_heads": block.attn.num_heads,
-            "mlp_ratio": mlp_ratio(block.mlp.fc1.weight.shape[0], model.embed_dim),
+            "mlp_ratio": mlp_ratio(hidden_width(block.mlp), model.embed_dim),
             "qkv_bias": block.attn.qkv.bias is not None,
             "qk_norm": not isinstance(block.attn.q_norm, nn.Identity),
             "scale_attn_norm": not isinstance(getattr(block.attn, "norm", nn.Identity()), nn.Identity),
@@ -148,6 +174,7 @@ class TimmVit(Architecture):
             if isinstance(embed.norm, nn.Identity)
             else describe_norm(embed.norm, "patch_embed.norm"),
             "norm": describe_norm(block.norm1, "blocks.0.norm1"),
+            "mlp": describe_mlp(block.mlp, "blocks.0.mlp"),
             "activation": describe_activation(block.mlp.act, "blocks.0.mlp.act"),
         }
 
@@ -155,6 +182,7 @@ class TimmVit(Architecture):
         arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
         arguments["norm_layer"] = norm_factory(arguments.pop("norm"))
         arguments["act_layer"] = activation_factory(arguments.pop("activation"))
+        arguments["mlp_layer"] = mlp_factory(arguments.pop("mlp", "mlp"))  # files of earlier versions do not say
         embed_norm = arguments.pop("embed_norm")
         arguments["embed_norm_layer"] = None if embed_norm is None else norm_factory(embed_norm)
         return construct(self.classes[0], arguments)
@@ -175,13 +203,8 @@ class TimmDistilledVit(TimmVit):
         return tokens
 
 
-def _embed_positions(model: Any, x: Tensor) -> Tensor:
-    out: Tensor = model.norm_pre(model.patch_drop(model._pos_embed(x)))
-    return out
-
-
 def _head(model: Any, x: Tensor) -> Tensor:
-    if model.attn_pool is not None:
+    if getattr(model, "attn_pool", None) is not None:
         x = model.fc_norm(model.pool(x))
     out: Tensor = model.head(model.head_drop(x))
     return out

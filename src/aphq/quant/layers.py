@@ -106,7 +106,8 @@ class QuantizedConv2d(QuantizedLayer):
     def __init__(self, source: nn.Conv2d, weights: Quantizer | None, inputs: Quantizer | None) -> None:
         super().__init__(source, weights, inputs)
         self.kernel_size, self.stride = source.kernel_size, source.stride
-        self.padding, self.dilation, self.groups = source.padding, source.dilation, source.groups
+        self.padding = (0, 0) if source.padding == "valid" else source.padding
+        self.dilation, self.groups = source.dilation, source.groups
 
     def channels_last(self, x: Tensor) -> Tensor:
         return x.permute(0, 2, 3, 1)

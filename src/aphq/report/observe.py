@@ -23,7 +23,8 @@ from aphq.engine.files import write_json
 from aphq.engine.hooks import change_outputs, watch_inputs
 from aphq.engine.seeds import generator_for
 from aphq.engine.workspace import Workspace
-from aphq.models.architecture import Unit, Value, made
+from aphq.models.architecture import Mlp, Unit, Value, made, mlps_of, predict
+from aphq.models.attention import open_attentions
 from aphq.quant.layers import QuantizedLayer, QuantizedProduct, quantized_sites
 from aphq.quant.quantizer import Quantizer
 from aphq.report.environment import command_line, environment
@@ -56,7 +57,7 @@ def observe(work: Workspace) -> dict[str, Any]:
         "images": count,
         "units": [{"name": u.name, "kind": u.kind, "snr": looked.units[u.name].decibels} for u in work.units],
         "layers": looked.layers(),
-        "mlps": [looked.mlp(unit) for unit in work.units if unit.mlp is not None],
+        "mlps": [looked.mlp(mlp) for mlp in mlps_of(work.units).values()],
         "importance": [] if work.images.ragged else importance_of_blocks(work),
         "agreement": None if work.images.ragged else agreement(work),
     }
@@ -125,8 +126,8 @@ class Looked:
         self.sites = dict(quantized_sites(work.student))
         self.names = [name for name, site in self.sites.items() if isinstance(site, QuantizedLayer)]
         self.units = {unit.name: Distance() for unit in work.units}
-        rescaled = {f"{unit.mlp}.fc1" for unit in work.units if unit.mlp is not None}
-        self.outputs = {n: Distance() for n in self.names if n not in rescaled and not n.endswith("qkv")}
+        rescaled = {mlp.fc1 for mlp in mlps_of(work.units).values()} | _turned(work.student)
+        self.outputs = {n: Distance() for n in self.names if n not in rescaled}
         self.rounding = {name: {side: Distance() for side in sides(site)} for name, site in self.sites.items()}
         self.before = {name: Spread() for name in self.names}
         self.after = {name: Spread() for name in self.names}
@@ -190,16 +191,26 @@ class Looked:
             for name in self.sites
         ]
 
-    def mlp(self, unit: Unit) -> dict[str, Any]:
+    def mlp(self, mlp: Mlp) -> dict[str, Any]:
         """Histograms of the input and of the weight of its second layer."""
-        name = f"{unit.mlp}.fc2"
+        name = mlp.fc2
         weights = [model.get_submodule(name).weight for model in (self.work.teacher, self.work.student)]
         before, after = (_kept(side.parts) for side in (self.before[name], self.after[name]))
         return {
-            "name": unit.mlp,
+            "name": mlp.name,
             "input": histograms(before, after),
             "weight": histograms(*(weight.detach().float().cpu().flatten() for weight in weights)),  # type: ignore[operator]
         }
+
+
+def _turned(model: nn.Module) -> set[str]:
+    """Layers of queries, keys and values, which may give them in another basis than the teacher's do."""
+    found = set()
+    for name, attention in open_attentions(model):
+        if (around := attention.projections()) is not None:
+            layers = [part.layer for part in (around.query, around.key, around.value)]
+            found |= {f"{name}.{inner}" for inner, m in attention.named_modules() if any(m is x for x in layers)}
+    return found
 
 
 def sides(site: QuantizedLayer | QuantizedProduct) -> dict[str, Quantizer | None]:
@@ -280,7 +291,7 @@ def agreement(work: Workspace) -> dict[str, Any]:
     count, same, divergence = min(len(work.images), ASKED), 0, 0.0
     for rows in batches(count, BATCH):
         x = work.images.batch(rows, work.device)
-        expected, got = work.teacher(x), work.student(x)
+        expected, got = predict(work.teacher, x), predict(work.student, x)
         same += int((expected.argmax(1) == got.argmax(1)).sum())
         divergence += float(work.distillation.loss(got, expected)) * len(expected)
     return {"images": count, "same": round(100 * same / count, 2), "kl": short(divergence / count)}

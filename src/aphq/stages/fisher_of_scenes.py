@@ -16,6 +16,7 @@ from aphq import recipe as settings
 from aphq.engine.ragged import RaggedRows
 from aphq.engine.seeds import generator_for
 from aphq.engine.workspace import Workspace
+from aphq.models.architecture import unit_sites
 from aphq.stages.probes import Probed
 
 SITES = ("patch_embed", "block", "merge")  # kinds of units whose output is one map, channels last
@@ -51,7 +52,7 @@ def fisher_of_scenes(work: Workspace, config: settings.Importance) -> dict[str, 
 
 
 def _sites(work: Workspace) -> list[str]:
-    return [site for unit in work.units if unit.kind in SITES for site in (unit.mlp, unit.name) if site is not None]
+    return [site for unit in work.units if unit.kind in SITES for site in unit_sites(unit)]
 
 
 def _squared_gradients(work: Workspace, config: settings.Importance) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from aphq.engine.ragged import RaggedRows
 from aphq.engine.seeds import generator_for
 from aphq.engine.store import Activations, Rows
 from aphq.engine.workspace import Visit, Workspace
-from aphq.models.architecture import Unit, Value, rows_of, run_units
+from aphq.models.architecture import Unit, Value, rows_of, run_units, unit_sites
 from aphq.stages.fisher_of_scenes import fisher_of_scenes
 from aphq.stages.probes import Probed
 
@@ -145,7 +145,7 @@ def fisher_diagonals(work: Workspace, config: settings.Importance) -> dict[str, 
     saved = work.recall("importance", kept)
     if saved is not None:
         return saved
-    sites = [site for unit in work.units if unit.kind != "head" for site in (unit.mlp, unit.name) if site is not None]
+    sites = [site for unit in work.units if unit.kind != "head" for site in unit_sites(unit)]
     generator = generator_for(work.recipe.seed, "fisher")
     totals: dict[str, Tensor] = {}
     images = work.image_rows()

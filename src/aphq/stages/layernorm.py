@@ -7,6 +7,7 @@ layer undoes it: W' = W diag(r), bias' = bias + W' b. In float nothing changes, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ def reparameterise_norms(work: Workspace, config: settings.LayerNormReparameteri
             channels: dict[str, tuple[int, ...]] = {name: (layer.weight.shape[1],) for name, layer in layers.items()}
             samples = sample_inputs(work, unit, rows, layers, channels, TOKENS)
             for name, pair in pairs.items():
-                reparameterise(work.student.get_submodule(pair.norm), layers[name], samples[name][0], pair, config)
+                norm, others = work.student.get_submodule(pair.norm), _layers(work, pair.others)
+                reparameterise(norm, layers[name], samples[name][0], pair, config, others)
             if config.values:
                 reparameterise_values(work, unit, rows, config.candidates)
             work.save_unit(config.NAME, unit)
@@ -43,6 +45,10 @@ def reparameterise_norms(work: Workspace, config: settings.LayerNormReparameteri
     work.progress.finish()
 
 
+def _layers(work: Workspace, names: tuple[str, ...]) -> list[Any]:
+    return [work.student.get_submodule(name) for name in names]
+
+
 def _fits(work: Workspace, pair: NormPair) -> bool:
     layer: Any = work.student.get_submodule(pair.linear)
     norm: Any = work.student.get_submodule(pair.norm)
@@ -51,9 +57,14 @@ def _fits(work: Workspace, pair: NormPair) -> bool:
 
 @torch.no_grad()
 def reparameterise(
-    norm: Any, layer: QuantizedLayer, sample: Sample, pair: NormPair, config: settings.LayerNormReparameterisation
+    norm: Any,
+    layer: QuantizedLayer,
+    sample: Sample,
+    pair: NormPair,
+    config: settings.LayerNormReparameterisation,
+    others: Sequence[QuantizedLayer] = (),
 ) -> None:
-    """Change `norm` and `layer` in place; together they compute what they did."""
+    """Change `norm`, `layer` and the `others` that read it in place; together they compute what they did."""
     quantizer = layer.input_quantizer
     assert quantizer is not None
     scales, zero_points = channel_scales(sample.values, quantizer, config.candidates, sample.range)
@@ -62,10 +73,12 @@ def reparameterise(
         shift = torch.zeros_like(shift)
 
     norm.weight.data = norm.weight.data / ratio
-    layer.weight.data = layer.weight.data * ratio.view(-1, *(1,) * (layer.weight.ndim - 2))  # or a 1 x 1 convolution
+    for reader in (layer, *others):  # or a 1 x 1 convolution
+        reader.weight.data = reader.weight.data * ratio.view(-1, *(1,) * (reader.weight.ndim - 2))
+        if shift.any():
+            reader.add_to_bias(reader.weight.data.flatten(1) @ shift)
     if shift.any():
         norm.bias.data = norm.bias.data / ratio - shift
-        layer.add_to_bias(layer.weight.data.flatten(1) @ shift)
     elif getattr(norm, "bias", None) is not None:
         norm.bias.data = norm.bias.data / ratio
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from aphq.engine.ranks import Ranks
 from aphq.engine.workspace import Workspace
-from aphq.models.architecture import Unit
+from aphq.models.architecture import Unit, replace_module
 from aphq.quant.affine import SMALLEST_SCALE
 from aphq.quant.drop import Drop
 from aphq.quant.layers import QuantizedLayer
@@ -109,13 +109,19 @@ class Learnable:
 @contextmanager
 def _relu_in_quantizer(work: Workspace, unit: Unit) -> Iterator[None]:
     """Inside the block the unit's ReLU is part of the quantizer after it, which saves passes over the widest tensor."""
-    mlp: Any = None if unit.mlp is None else work.student.get_submodule(unit.mlp)
-    quantizer = None if mlp is None else mlp.fc2.input_quantizer
-    if quantizer is None or type(mlp.act) is not nn.ReLU or type(mlp.norm) is not nn.Identity:
+    mlp = unit.mlp
+    if mlp is None or mlp.norm is not None:
         yield
         return
-    act, mlp.act, quantizer.relu = mlp.act, nn.Identity(), True
+    act, fc2 = work.student.get_submodule(mlp.act), work.student.get_submodule(mlp.fc2)
+    quantizer: Any = fc2.input_quantizer
+    if quantizer is None or type(act) is not nn.ReLU:
+        yield
+        return
+    replace_module(work.student, mlp.act, nn.Identity())
+    quantizer.relu = True
     try:
         yield
     finally:
-        mlp.act, quantizer.relu = act, False
+        replace_module(work.student, mlp.act, act)
+        quantizer.relu = False

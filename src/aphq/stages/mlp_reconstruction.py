@@ -7,6 +7,7 @@ error of the plain output (Eq. 11) plus alpha times that of the output with acti
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +23,14 @@ from aphq.engine.ragged import RaggedRows
 from aphq.engine.seeds import generator_for
 from aphq.engine.store import Activations, Rows
 from aphq.engine.workspace import Visit, Workspace
-from aphq.models.architecture import Unit, run_units
+from aphq.models.architecture import Mlp, Unit, run_units
+from aphq.models.mlp import MlpModules, may_become_relu
 from aphq.models.student import swap_activation
 from aphq.stages.batches import recordable, weighted_error
 from aphq.stages.importance import Importances
 from aphq.stages.percentile import positive_percentile
 
+log = logging.getLogger(__name__)
 CachedRows = Activations | RaggedRows
 HIDDEN_TENSORS = 7  # as large as the hidden activations that a step holds: plain and clamped, and gradients
 MOST_TOGETHER = 6  # MLPs trained side by side on a GPU; a checkpoint comes after each lot
@@ -35,7 +38,7 @@ MOST_TOGETHER = 6  # MLPs trained side by side on a GPU; a checkpoint comes afte
 
 def reconstruct_mlps(work: Workspace, config: settings.MlpReconstruction) -> None:
     """The stage: every unit with an MLP, in order; on a GPU as many at a time as its memory holds."""
-    stage, units = config.NAME, [unit for unit in work.units if unit.mlp is not None]
+    stage, units = config.NAME, _units(work)
     for unit in units:
         swap_activation(work.student, _mlp(unit))
     todo = [unit for unit in units if not work.restore_unit(stage, unit)]
@@ -55,7 +58,18 @@ def reconstruct_mlps(work: Workspace, config: settings.MlpReconstruction) -> Non
     work.progress.finish()
 
 
-def _mlp(unit: Unit) -> str:
+def _units(work: Workspace) -> list[Unit]:
+    """Those whose MLP can be taught to do with ReLU; the others are noted."""
+    fitting = [u for u in work.units if u.mlp and may_become_relu(work.teacher.get_submodule(u.mlp.act))]
+    left = [u.name for u in work.units if u.kind == "block" and u not in fitting]
+    if left:
+        text = "without an MLP of two layers and GELU, so left as they are: %d blocks (%s ...)"
+        log.info(text, len(left), left[0])
+        work.folder.event("note", stage=settings.MlpReconstruction.NAME, left_as_they_are=left)
+    return fitting
+
+
+def _mlp(unit: Unit) -> Mlp:
     assert unit.mlp is not None
     return unit.mlp
 
@@ -103,11 +117,11 @@ def _train(work: Workspace, config: settings.MlpReconstruction, jobs: list[Job])
 def _prepare(
     work: Workspace, config: settings.MlpReconstruction, importances: Importances, unit: Unit, rows: Rows
 ) -> Job:
-    name = _mlp(unit)
+    names = _mlp(unit)
     inputs, targets = _teacher_pairs(work, unit, rows)
-    importance = importances.at(name, Visit(unit, rows, targets, rows))  # the student sees what the teacher sees
-    bound = positive_percentile(lambda: _hidden(work, name, inputs), config.percentile)
-    mlp: Any = work.student.get_submodule(name)
+    importance = importances.at(names.fc2, Visit(unit, rows, targets, rows))  # the student sees what the teacher sees
+    bound = positive_percentile(lambda: _hidden(work, names, inputs), config.percentile)
+    mlp = MlpModules.of(work.student, names)
     parameters = [p for layer in (mlp.fc1, mlp.fc2) for p in (layer.weight, layer.bias) if p is not None]
     samples = draw_samples(
         len(inputs), config.batch, config.steps, generator_for(work.recipe.seed, config.NAME, unit.name)
@@ -119,7 +133,7 @@ def _prepare(
 
     def loss_of(index: Tensor, now: Now) -> Tensor:
         hidden = relu_and_clamped(_learning(mlp.fc1, inputs[index]), bound)
-        out = _learning(mlp.fc2, mlp.norm(hidden)).flatten(0, 1)
+        out = _learning(mlp.fc2, mlp.second(hidden)).flatten(0, 1)
         return weighted_error(out, targets, index.repeat(2), importance, factors)
 
     loop = Loop(
@@ -176,7 +190,7 @@ def _teacher_pairs(work: Workspace, unit: Unit, rows: Rows) -> tuple[CachedRows,
 def _refresh(work: Workspace, jobs: list[Job], images: Rows) -> None:
     """The same for several MLPs and other images, in place."""
     rows: dict[tuple[str, str], Any] = {
-        (_mlp(job.unit), side): at for job in jobs for side, at in (("input", job.inputs), ("output", job.targets))
+        (_mlp(job.unit).name, side): at for job in jobs for side, at in (("input", job.inputs), ("output", job.targets))
     }
 
     def replace(mlp: str, side: str, start: int, x: Tensor) -> None:
@@ -190,25 +204,26 @@ def _watch(
     work: Workspace,
     units: Sequence[Unit],
     rows: Rows,
-    mlps: Sequence[str],
+    mlps: Sequence[Mlp],
     see: Callable[[str, str, int, Tensor], None],
 ) -> None:
     """The teacher's units over the rows; `see` is told each MLP, "input" or "output", the first row, and the rows."""
-    modules = {mlp: work.teacher.get_submodule(mlp) for mlp in mlps}
+    first = {mlp.name: work.teacher.get_submodule(mlp.fc1) for mlp in mlps}
+    last = {mlp.name: work.teacher.get_submodule(mlp.fc2) for mlp in mlps}
     start = 0
 
     def output(mlp: str, x: Tensor) -> Tensor:
         see(mlp, "output", start, x)
         return x
 
-    with watch_inputs(modules, lambda mlp, x: see(mlp, "input", start, x[0])), change_outputs(modules, output):
+    with watch_inputs(first, lambda mlp, x: see(mlp, "input", start, x[0])), change_outputs(last, output):
         for start in range(0, len(rows), work.pass_batch):
             run_units(work.teacher, units, rows[slice(start, start + work.pass_batch)])
 
 
 @torch.no_grad()
-def _hidden(work: Workspace, name: str, inputs: CachedRows) -> Iterator[Tensor]:
+def _hidden(work: Workspace, names: Mlp, inputs: CachedRows) -> Iterator[Tensor]:
     """The teacher's post-GELU activations, batch by batch."""
-    mlp: Any = work.teacher.get_submodule(name)
+    mlp = MlpModules.of(work.teacher, names)
     for start in range(0, len(inputs), work.pass_batch):
         yield mlp.act(mlp.fc1(inputs[slice(start, start + work.pass_batch)]))

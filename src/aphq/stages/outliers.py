@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from aphq.engine.hooks import watch_inputs
 from aphq.engine.store import Rows
 from aphq.engine.workspace import Workspace
 from aphq.models.architecture import Unit, Value, run_units
+from aphq.models.mlp import MlpModules
 from aphq.quant.layers import QuantizedLayer
 from aphq.quant.search import FEWEST_OF_RANGE, Range, group_quantile
 from aphq.stages.samples import Sample
@@ -47,7 +47,7 @@ def shrink_outliers(
     quantized layer that has to be judged."""
     if unit.mlp is None or not _wanted(config):
         return False
-    mlp: Any = work.student.get_submodule(unit.mlp)
+    mlp = MlpModules.of(work.student, unit.mlp)
     seen: dict[str, list[Tensor]] = {"before": [], "after": []}
     layers = {"before": mlp.act, "after": mlp.fc2}
     with watch_inputs(layers, lambda name, inputs: seen[name].append(inputs[0].flatten(0, -2))):
@@ -56,14 +56,14 @@ def shrink_outliers(
     massive = size.amax(0) > config.outlier_ratio * group_quantile(size, (1,), TYPICAL)
     if not massive.any():
         return False
-    if type(mlp.norm) is torch.nn.Identity:
+    if mlp.norm is None:
         channels = massive.nonzero().flatten().tolist()
-        original = {name: p.data.clone() for name, p in mlp.named_parameters()}
+        original = {name: p.data.clone() for name, p in _parameters(mlp)}
         losses = {}
         for factor in SHRINKING:
             _shrink(mlp, channels, seen["before"][0], factor)
             losses[factor] = judge(target)
-            for name, p in mlp.named_parameters():
+            for name, p in _parameters(mlp):
                 p.data.copy_(original[name]) if name in original else p.data.zero_()
         best = min(losses, key=lambda factor: losses[factor])
         _shrink(mlp, channels, seen["before"][0], best)
@@ -71,7 +71,12 @@ def shrink_outliers(
     return True
 
 
-def _shrink(mlp: Any, channels: list[int], before: Tensor, factor: float) -> None:
+def _parameters(mlp: MlpModules) -> list[tuple[str, Tensor]]:
+    layers = {"fc1": mlp.fc1, "fc2": mlp.fc2}
+    return [(f"{layer}.{name}", p) for layer, module in layers.items() for name, p in module.named_parameters()]
+
+
+def _shrink(mlp: MlpModules, channels: list[int], before: Tensor, factor: float) -> None:
     """act(u) of some channels becomes gain * act((u - shift) / factor)."""
     if factor == 1:
         return

@@ -11,6 +11,7 @@ The teacher is turned with the student, because their outputs are compared unit 
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -21,7 +22,10 @@ from aphq import recipe as settings
 from aphq.engine.seeds import generator_for
 from aphq.engine.workspace import Workspace
 from aphq.models.architecture import Stream
+from aphq.models.attention import OpenAttention, Projection, open_attentions
 from aphq.quant.layers import add_to_bias
+
+log = logging.getLogger(__name__)
 
 
 def rotate(work: Workspace, config: settings.Rotation) -> None:
@@ -30,18 +34,15 @@ def rotate(work: Workspace, config: settings.Rotation) -> None:
     for model in (work.teacher, work.student):
         generator = generator_for(work.recipe.seed, config.NAME)
         if config.stream:
+            if not work.streams:
+                log.info("no residual stream of this model can be rotated as a whole; only its heads are")
             for stream in work.streams:
                 turn_stream(model, stream, generator)
         if config.heads:
-            for name in attention_names(work.student):
-                turn_heads(model.get_submodule(name), generator)
+            for _, attention in open_attentions(model):
+                turn_heads(attention, generator)
     work.progress.advance(1)
     work.progress.finish()
-
-
-def attention_names(model: nn.Module) -> list[str]:
-    """Attentions with one layer for queries, keys and values, which is what `turn_heads` can turn."""
-    return [name for name, m in model.named_modules() if all(hasattr(m, part) for part in ("qkv", "proj", "num_heads"))]
 
 
 def random_orthogonal(size: int, generator: torch.Generator) -> Tensor:
@@ -66,7 +67,7 @@ def orthogonal_beside_ones(size: int, generator: torch.Generator) -> Tensor:
 def turn_stream(model: nn.Module, stream: Stream, generator: torch.Generator) -> None:
     """Every writer, reader and constant of the stream, in place."""
     for scale, writer in stream.scales:
-        fold_scale(model.get_submodule(scale), model.get_submodule(writer))
+        fold_scale(model.get_parameter(scale), model.get_submodule(writer))
     width = len(model.get_submodule(stream.writers[0]).weight)  # type: ignore[arg-type]
     turn = orthogonal_beside_ones(width, generator)
     for name in stream.writers:
@@ -82,13 +83,13 @@ def turn_stream(model: nn.Module, stream: Stream, generator: torch.Generator) ->
             read_turned(linear, torch.block_diag(*[turn] * reader.copies))
 
 
-def fold_scale(scale: Any, writer: Any) -> None:
-    """A LayerScale into the layer before it."""
-    gamma = scale.gamma.data
+def fold_scale(scale: nn.Parameter, writer: Any) -> None:
+    """The parameter of a LayerScale into the layer before it."""
+    gamma = scale.data
     writer.weight.data = writer.weight.data * gamma[:, None]
     if writer.bias is not None:
         writer.bias.data = writer.bias.data * gamma
-    scale.gamma.data = torch.ones_like(gamma)
+    scale.data = torch.ones_like(gamma)
 
 
 def fold_norm(norm: Any, linears: list[Any]) -> None:
@@ -119,20 +120,25 @@ def read_turned(layer: Any, turn: Tensor) -> None:
 
 
 @torch.no_grad()
-def turn_heads(attention: Any, generator: torch.Generator) -> None:
-    """Queries with keys, and values against the projection, each head on its own."""
-    heads = attention.num_heads
-    rows = len(attention.qkv.weight) // 3
-    size = rows // heads
+def turn_heads(attention: OpenAttention, generator: torch.Generator) -> None:
+    """Queries with keys, and values against the projection, each head on its own; what is not free stays."""
+    around, heads = attention.projections(), attention.num_heads
+    if around is None:
+        return
+    size = around.output.weight.shape[1] // heads
     for_products = torch.block_diag(*(random_orthogonal(size, generator) for _ in range(heads)))
     for_values = torch.block_diag(*(random_orthogonal(size, generator) for _ in range(heads)))
-    if not _plain(attention, "q_norm", "k_norm"):
-        for_products = torch.eye(rows, dtype=torch.float64)
-    if not _plain(attention, "norm"):
-        for_values = torch.eye(rows, dtype=torch.float64)
-    write_turned(attention.qkv, torch.block_diag(for_products, for_products, for_values))
-    read_turned(attention.proj, for_values)
+    if attention.direct:
+        write_turned_rows(around.query, for_products)
+        write_turned_rows(around.key, for_products)
+    if attention.direct_output:
+        write_turned_rows(around.value, for_values)
+        read_turned(around.output, for_values)
 
 
-def _plain(attention: Any, *norms: str) -> bool:
-    return all(isinstance(getattr(attention, norm, None) or nn.Identity(), nn.Identity) for norm in norms)
+def write_turned_rows(part: Projection, turn: Tensor) -> None:
+    """Some rows of a layer give `turn` times what they gave."""
+    layer, rows = part.layer, part.rows
+    layer.weight.data[rows] = (turn @ layer.weight.data[rows].double().cpu()).to(layer.weight)
+    if layer.bias is not None:
+        layer.bias.data[rows] = (turn @ layer.bias.data[rows].double().cpu()).to(layer.bias)

@@ -56,7 +56,9 @@ def _sample(work: Workspace, unit: Unit, rows: Rows, sites: Sites, config: setti
 
 def _shrink_outliers(work: Workspace, unit: Unit, rows: Rows, config: settings.ScaleSearch) -> set[str]:
     """The names of layers whose inputs had massive outliers that could be shrunk."""
-    name = f"{unit.mlp}.fc2"
+    if unit.mlp is None:
+        return set()
+    name = unit.mlp.fc2
 
     def judge(target: list[Value]) -> float:
         layer: Any = work.student.get_submodule(name)

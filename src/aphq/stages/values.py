@@ -31,25 +31,26 @@ def reparameterise_values(work: Workspace, unit: Unit, rows: Rows, candidates: i
                 _reparameterise(work, unit, rows, name, module, candidates)
 
 
-def _fits(attention: Any) -> bool:
-    """One qkv layer, a projection that sees the mixed values as they are, and quantizers that would gain."""
-    plain = hasattr(attention, "qkv") and isinstance(getattr(attention, "norm", torch.nn.Identity()), torch.nn.Identity)
-    return plain and attention.pv.right is not None and attention.proj.input_quantizer is not None
+def _fits(attention: OpenAttention) -> bool:
+    """A layer for the values, a projection that sees their averages as they are, and quantizers that would gain."""
+    around = attention.projections()
+    plain = around is not None and attention.direct_output and attention.averages
+    return plain and attention.pv.right is not None and around.output.input_quantizer is not None  # type: ignore[union-attr]
 
 
 def _reparameterise(work: Workspace, unit: Unit, rows: Rows, name: str, attention: Any, candidates: int) -> None:
-    site, quantizer = f"{name}.pv", attention.pv.right
+    site, quantizer, around = f"{name}.pv", attention.pv.right, attention.projections()
     mixing, sample = sample_inputs(work, unit, rows, {site: attention.pv}, {site: (1,)}, TOKENS)[site]
     mean = _as_tokens(mixing.values @ sample.values).mean(0)
     values = _as_tokens(sample.values) - mean
     scales, _ = channel_scales(values, quantizer, candidates)
     ratio = (scales / scales.mean()).clamp(1 / LARGEST_RATIO, LARGEST_RATIO)
-    of_values = slice(-len(ratio), None)  # qkv gives queries, keys and values, in this order
-    attention.proj.add_to_bias(attention.proj.weight.data @ mean)
-    attention.proj.weight.data *= ratio
-    attention.qkv.add_to_bias(torch.zeros(len(attention.qkv.weight), device=mean.device))  # there may be none
-    attention.qkv.weight.data[of_values] /= ratio[:, None]
-    attention.qkv.bias.data[of_values] = (attention.qkv.bias.data[of_values] - mean) / ratio
+    proj, layer, of_values = around.output, around.value.layer, around.value.rows
+    proj.add_to_bias(proj.weight.data @ mean)
+    proj.weight.data *= ratio
+    layer.add_to_bias(torch.zeros(len(layer.weight), device=mean.device))  # there may be none
+    layer.weight.data[of_values] /= ratio[:, None]
+    layer.bias.data[of_values] = (layer.bias.data[of_values] - mean) / ratio
 
 
 def _as_tokens(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from aphq.data import CalibrationSet, Labelled, Preprocessing, as_labelled, load_calibration
 from aphq.evaluation import classification
 from aphq.evaluation.classification import Accuracy
-from aphq.models.architecture import Unit, check_units
-from aphq.models.distillation import LOGITS
+from aphq.models.architecture import Unit, architecture_of, check_units, predict
+from aphq.models.distillation import LOGITS, Distillation
 from aphq.recipe import Recipe
 from aphq.tasks.task import Measured, Task
 
 
 class Classification(Task):
-    distillation = LOGITS
+    distillation: ClassVar[Distillation] = LOGITS
 
     def adapt(self, recipe: Recipe) -> Recipe:
         return recipe
 
     def preprocessing_of(self, model: nn.Module) -> Preprocessing:
-        return Preprocessing.of_model(model)
+        return architecture_of(model).preprocessing(model)
 
     def preprocessing_from(self, data: Mapping[str, Any]) -> Preprocessing:
         return Preprocessing.from_dict(data)
@@ -35,7 +35,7 @@ class Classification(Task):
         check_units(teacher, units, probe_images(preprocessing, device))
 
     def labelled(self, val: Any, model: nn.Module) -> Labelled:
-        return as_labelled(val, int(model.num_classes))  # type: ignore[arg-type]
+        return as_labelled(val, class_count(model))
 
     def images(
         self, data: Any, preprocessing: Preprocessing, recipe: Recipe, report: Callable[[int, int], None]
@@ -55,7 +55,7 @@ class Classification(Task):
     def outputs(
         self, model: nn.Module, units: Sequence[Unit], preprocessing: Preprocessing, device: torch.device
     ) -> dict[str, Tensor]:
-        return {"logits": model(probe_images(preprocessing, device))}
+        return {"logits": predict(model, probe_images(preprocessing, device))}
 
     def measure(
         self,
@@ -76,6 +76,11 @@ class Classification(Task):
 
     def recall(self, accuracy: Mapping[str, Any]) -> Accuracy:
         return Accuracy(**accuracy)
+
+
+def class_count(model: nn.Module) -> int:
+    """Of a model of any library, or an exported file."""
+    return int(getattr(model, "num_classes", None) or architecture_of(model).num_classes(model))
 
 
 def probe_images(preprocessing: Preprocessing, device: torch.device) -> Tensor:

@@ -31,7 +31,7 @@ from aphq.models.detection.pyramid import coarsest
 from aphq.models.detection.regions import BOX_SIZE, MASK_SIZE, region_features
 from aphq.models.detection.rpn import flatten_anchors
 from aphq.models.detection.swin import SwinBlock
-from aphq.models.timm_parts import require_type
+from aphq.models.timm_parts import require_type, timm_mlp
 
 LEVELS = range(ROI_LEVELS)
 
@@ -65,7 +65,15 @@ class SwinDetector(Architecture):
                     NormPair(f"{name}.norm2", f"{name}.mlp.fc1"),
                 )
                 bridge = _keep_stage(s) if b + 1 == len(stage.blocks) else unchanged
-                units.append(map_unit(name, "block", bridge=bridge, mlp=f"{name}.mlp", norms=norms))
+                units.append(
+                    map_unit(
+                        name,
+                        "block",
+                        bridge=bridge,
+                        mlp=timm_mlp(model.get_submodule(f"{name}.mlp"), f"{name}.mlp"),
+                        norms=norms,
+                    )
+                )
             if stage.downsample is not None:
                 name = f"backbone.layers.{s}.downsample"
                 units.append(map_unit(name, "merge", norms=(NormPair(f"{name}.norm", f"{name}.reduction"),)))
