@@ -49,8 +49,10 @@ def test_weights_without_a_rate_move_by_their_scales_alone(tiny_vit: nn.Module) 
     work = searched(tiny_vit)
     layer: Any = work.student.get_submodule("blocks.0.attn.qkv")
     codes = layer.weight_quantizer.codes(layer.weight)
-    tune_jointly(work, JointTuning(steps=3, batch=8, scale_lr=0.0, views=AS_THEY_ARE))
+    scale = layer.weight_quantizer.scale.clone()
+    tune_jointly(work, JointTuning(steps=10, batch=8, scale_lr=0.1, views=AS_THEY_ARE))
     assert torch.equal(layer.weight_quantizer.codes(layer.weight), codes)
+    assert (layer.weight_quantizer.scale / scale - 1).abs().min() > 0.01
 
 
 def test_what_is_left_alone_stays_as_it_was(tiny_vit: nn.Module) -> None:

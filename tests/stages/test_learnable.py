@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from aphq.models.student import swap_activation
+from aphq.quant.fixed_codes import FixedCodes
 from aphq.quant.layers import quantizers
 from aphq.quant.rounding import LearnedRounding
 from aphq.quant.straight_through import StraightThrough
@@ -12,7 +13,7 @@ from ..runs import short, workspace
 from .test_joint_tuning import searched
 
 
-@pytest.mark.parametrize("rounding", [LearnedRounding, StraightThrough])
+@pytest.mark.parametrize("rounding", [LearnedRounding, StraightThrough, FixedCodes])
 def test_an_error_on_the_way_leaves_nothing_that_drops_or_learns(rounding: type, tiny_vit: nn.Module) -> None:
     work = searched(tiny_vit)
     learned = Learnable.of(work, work.units, 0.5, seed=0)

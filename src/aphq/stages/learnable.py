@@ -15,12 +15,13 @@ from aphq.engine.workspace import Workspace
 from aphq.models.architecture import Unit, replace_module
 from aphq.quant.affine import SMALLEST_SCALE
 from aphq.quant.drop import Drop
+from aphq.quant.fixed_codes import FixedCodes
 from aphq.quant.layers import QuantizedLayer
 from aphq.quant.quantizer import Quantizer
 from aphq.quant.rounding import LearnedRounding
 from aphq.quant.straight_through import StraightThrough
 
-Rounding = LearnedRounding | StraightThrough
+Rounding = LearnedRounding | StraightThrough | FixedCodes
 
 
 def unit_modules(work: Workspace, unit: Unit) -> list[nn.Module]:
