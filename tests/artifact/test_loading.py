@@ -132,7 +132,7 @@ def arguments(**changes: Any) -> Callable[[Config], None]:
         (lambda c: c["recipe"]["weights"].update(bits=5), "which does not fit the model"),
         (lambda c: c["packed"]["head.weight"].update(bits=5), "head.weight is packed as"),
         (lambda c: c["architecture"]["arguments"].update(activation="os.system"), "'os.system' is not among"),
-        (lambda c: c.update(relu=["blocks.7.mlp"]), "does not hold a usable model"),
+        (lambda c: c.update(relu=["blocks.7.mlp"]), "names an MLP .blocks.7.mlp. that the model has not"),
         (arguments(embed_dim=64), "does not fit the model|does not hold a usable model"),
         (arguments(embed_dim=33), "cannot build a VisionTransformer"),
         (arguments(embed_dim=2**40), "does not fit the model|does not hold a usable model|cannot build"),
