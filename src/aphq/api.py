@@ -28,7 +28,7 @@ from aphq.engine.progress import Progress, clock
 from aphq.engine.ranks import Ranks
 from aphq.engine.store import Store
 from aphq.engine.workspace import Images, Workspace
-from aphq.errors import ModelError, RecipeError
+from aphq.errors import ModelError, RecipeError, describe
 from aphq.models.architecture import Architecture, Unit, architecture_named, architecture_of
 from aphq.models.coverage import Coverage, coverage
 from aphq.models.loading import load_model, model_fingerprint
@@ -87,9 +87,14 @@ class Run:
 
     def recall(self, earlier: dict[str, Any], task: Task) -> None:
         """Take over what an earlier, finished run of the same folder measured."""
-        self.seconds = dict(earlier.get("seconds") or {})
-        self.accuracy = {name: task.recall(value) for name, value in (earlier.get("accuracy") or {}).items()}
-        self.agreement = earlier.get("agreement")
+        try:
+            seconds = {str(name): float(value) for name, value in (earlier.get("seconds") or {}).items()}
+            accuracy = {name: task.recall(value) for name, value in (earlier.get("accuracy") or {}).items()}
+            agreement = None if earlier.get("agreement") is None else float(earlier["agreement"])
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as problem:
+            log.warning("what the finished run measured cannot be read any more: %s", describe(problem))
+            return
+        self.seconds, self.accuracy, self.agreement = seconds, accuracy, agreement
 
     def summary(self) -> str:
         """A few lines for a person."""

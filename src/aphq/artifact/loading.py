@@ -6,7 +6,6 @@ out without memory first, so a forged description cannot ask for more than its t
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from aphq.artifact.info import QuantizationInfo, attach
+from aphq.artifact.plausibility import (
+    check_depth,
+    check_derived,
+    check_dtypes,
+    check_finite,
+    check_input,
+    limited_modules,
+)
 from aphq.artifact.saving import CONFIG, FORMAT, TENSORS, VERSION, file_sha256
+from aphq.engine.files import UnreadableError, read_json
 from aphq.engine.workspace import add_missing_biases
 from aphq.errors import AphqError, ArtifactError
 from aphq.models.architecture import architecture_named
@@ -42,11 +50,15 @@ def load(path: str | Path, device: torch.device | str = "cpu", *, runtime: str =
     tensors = _read_tensors(folder, config)
     try:
         info = info_from(config)
-        _check_depth(info, tensors)
-        with torch.device("meta"):
-            _fill(_skeleton(info), {k: t.to("meta") for k, t in tensors.items()}, config, check=False)
+        check_depth(info.arguments, len(tensors))
+        with torch.device("meta"), limited_modules(len(tensors)):
+            layout = _skeleton(info)
+            _fill(layout, {k: t.to("meta") for k, t in tensors.items()}, config, check=False)
+        check_derived(layout, tensors)
+        check_input(layout, info.preprocessing)
         model = _skeleton(info)
         _fill(model, tensors, config, check=True)
+        check_finite(model)
     except ArtifactError:
         raise
     except AphqError as problem:
@@ -72,8 +84,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         hint = "; the run is not finished: start it again to go on" if (folder / "run.json").exists() else ""
         raise ArtifactError(f"{folder} holds no quantized model (no {CONFIG}){hint}")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as problem:
+        config = read_json(file)
+    except UnreadableError as problem:
         raise ArtifactError(f"{file} is damaged: {problem}") from None
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise ArtifactError(f"{file} does not describe an aphq model")
@@ -112,13 +124,6 @@ def _read_tensors(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
         raise ArtifactError(f"{file} is damaged: {problem}") from None
 
 
-def _check_depth(info: QuantizationInfo, tensors: dict[str, Tensor]) -> None:
-    """A block without a tensor of its own there is not; building a million would take hours even without memory."""
-    depths = info.arguments.get("depths", [info.arguments.get("depth")])
-    if any(isinstance(depth, (int, float)) and depth > len(tensors) for depth in depths):
-        raise ArtifactError(f"{CONFIG} asks for more blocks than {TENSORS} has tensors: the file is damaged")
-
-
 def _skeleton(info: QuantizationInfo) -> nn.Module:
     architecture = architecture_named(info.family)
     with torch.random.fork_rng(devices=[]):  # building draws initial weights; that is nobody else's business
@@ -146,10 +151,12 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], config: dict[str, Any], 
             codes = unpack(state[key], quantizer.bits, shape).float() if check else torch.empty(shape)
             state[key] = dequantize(codes, state[f"{key}_quantizer.scale"], state[f"{key}_quantizer.zero_point"])
     add_missing_biases(model, state)
+    check_dtypes(model, state)
     model.load_state_dict(state, strict=True)
 
 
 def _check_affine(name: str, quantizer: Quantizer, state: dict[str, Tensor]) -> None:
     scale, zero_point = state[f"{name}.scale"], state[f"{name}.zero_point"]
-    if not (torch.isfinite(scale).all() and (scale > 0).all() and (zero_point <= top_code(quantizer.bits)).all()):
+    codes = (zero_point >= 0) & (zero_point <= top_code(quantizer.bits)) & (zero_point == zero_point.round())
+    if not (torch.isfinite(scale).all() and (scale > 0).all() and codes.all()):
         raise ArtifactError(f"the quantizer {name} has an impossible scale or zero-point: the file is damaged")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -10,9 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from aphq.errors import RunError
+
+MAX_JSON_BYTES = 64 * 2**20
+SEAL = "sha256"  # of names, types, shapes and values, in the file's own metadata
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -54,8 +59,52 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
+class UnreadableError(ValueError):
+    """A file that does not hold what it should; callers turn it into their own named error."""
+
+
+def read_json(path: Path) -> Any:
+    """What `write_json` wrote, or whatever stands in its place."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise UnreadableError(f"{path.stat().st_size} bytes are too many for what it should hold")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise UnreadableError("it is nested too deeply") from None
+    except (OSError, ValueError) as problem:
+        raise UnreadableError(str(problem)) from None
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     from safetensors.torch import save_file
 
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     write_atomically(path, lambda p: save_file(plain, str(p), dict(metadata or {})))
+
+
+def write_sealed(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Tensors with a hash of themselves, so that a flipped bit is noticed when they are read."""
+    write_tensors(path, tensors, {SEAL: seal_of(tensors)})
+
+
+def read_sealed(path: Path) -> dict[str, Tensor]:
+    """What `write_sealed` wrote, or an UnreadableError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as stored:
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+            seal = (stored.metadata() or {}).get(SEAL)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as problem:
+        raise UnreadableError(" ".join(str(problem).split())) from None
+    if seal != seal_of(tensors):
+        raise UnreadableError("its contents do not have the hash that was written with them")
+    return tensors
+
+
+def seal_of(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

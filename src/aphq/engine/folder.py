@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from aphq.engine.files import write_json, write_tensors, write_text
+from aphq.engine.files import UnreadableError, read_json, read_sealed, write_json, write_sealed, write_text
 from aphq.errors import RunError
 from aphq.recipe import Recipe, differences
 
@@ -59,10 +59,10 @@ class RunFolder:
             write_json(record, identity)
             return False
         try:
-            earlier = json.loads(record.read_text(encoding="utf-8"))
+            earlier = read_json(record)
             if not isinstance(earlier, dict):
-                raise ValueError("not a JSON object")
-        except (OSError, ValueError) as problem:
+                raise UnreadableError("not a JSON object")
+        except UnreadableError as problem:
             raise RunError(f"{record} is damaged ({problem}); remove the folder or choose another") from None
         before, now = ({k: v for k, v in i.items() if k not in NOT_IDENTITY} for i in (earlier, identity))
         changed = differences(before, now)
@@ -84,7 +84,7 @@ class RunFolder:
 
     def save(self, stage: str, unit: str, tensors: Mapping[str, Tensor]) -> None:
         if self.writes:
-            write_tensors(self._checkpoint(stage, unit), tensors)
+            write_sealed(self._checkpoint(stage, unit), tensors)
 
     def has(self, stage: str, unit: str) -> bool:
         return self.path is not None and self._checkpoint(stage, unit).exists()
@@ -93,20 +93,17 @@ class RunFolder:
         """What `save` kept, or None."""
         if not self.has(stage, unit):
             return None
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
         path = self._checkpoint(stage, unit)
         try:
-            return load_file(path)
-        except (SafetensorError, OSError, ValueError) as problem:
+            return read_sealed(path)
+        except UnreadableError as problem:
             raise RunError(f"the checkpoint {path} is damaged ({problem}); remove it to redo that unit") from None
 
     def earlier_result(self) -> dict[str, Any]:
         """What `write_result` kept when the run was finished before; empty if it was not, or cannot be read."""
         try:
-            found = json.loads((self.path / "result.json").read_text(encoding="utf-8")) if self.path else {}
-        except (OSError, ValueError):
+            found = read_json(self.path / "result.json") if self.path else {}
+        except UnreadableError:
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -117,20 +114,17 @@ class RunFolder:
     def keep_sample(self, images: Tensor) -> None:
         """Keep the first calibration images."""
         if self.path is not None and self.writes:
-            write_tensors(self.path / SAMPLE, {"images": images[:SAMPLE_IMAGES]})
+            write_sealed(self.path / SAMPLE, {"images": images[:SAMPLE_IMAGES]})
 
     @staticmethod
     def sample_in(path: Path) -> Tensor | None:
         """What `keep_sample` kept: uint8 pixels, or floats that are normalised already."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
         file = path / SAMPLE
         if not file.is_file():
             return None
         try:
-            return load_file(file)["images"]
-        except (SafetensorError, OSError, ValueError, KeyError) as problem:
+            return read_sealed(file)["images"]
+        except (UnreadableError, KeyError) as problem:
             raise RunError(f"{file} is damaged ({problem}); remove it and pass images with --data") from None
 
     def drop_checkpoints(self) -> None:
