@@ -50,7 +50,7 @@ def load_and_use(folder: Path) -> None:
     assert logits.shape == (1, model.num_classes)
 
 
-@cases(0.3)
+@cases(0.25)
 @given(data=st.data())
 def test_config(artifacts: list[Files], folder: Path, data: st.DataObject) -> None:
     spoiler = Spoiler(data)
@@ -63,7 +63,7 @@ def test_config(artifacts: list[Files], folder: Path, data: st.DataObject) -> No
     outcome_of(lambda: load_and_use(folder))
 
 
-@cases(0.2)
+@cases(0.15)
 @given(data=st.data())
 def test_tensors(artifacts: list[Files], folder: Path, data: st.DataObject) -> None:
     spoiler = Spoiler(data)

@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("images")
 
 
-@cases(0.25)
+@cases(0.2)
 @given(data=st.data())
 def test_image_file(folder: Path, data: st.DataObject) -> None:
     spoiler = Spoiler(data)

@@ -1,7 +1,7 @@
 """Run folders of a stopped and of a finished run with one file damaged: refused, or the same artifact in the end."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,8 +60,8 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def case(vit: Build, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    yield Case(vit(), tmp_path_factory.mktemp("runs"))
+def case(vit: Build, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(vit(), tmp_path_factory.mktemp("runs"))
 
 
 def go_on(case: Case, folder: Path) -> None:
@@ -69,7 +69,7 @@ def go_on(case: Case, folder: Path) -> None:
     assert sha256(folder / "model.safetensors") == case.artifact, "another artifact than without the damage"
 
 
-@cases(0.05)
+@cases(0.03)
 @given(data=st.data())
 def test_a_damaged_checkpoint(case: Case, data: st.DataObject) -> None:
     spoiler = Spoiler(data)
@@ -81,7 +81,7 @@ def test_a_damaged_checkpoint(case: Case, data: st.DataObject) -> None:
     outcome_of(lambda: go_on(case, folder), seconds=60)
 
 
-@cases(0.05)
+@cases(0.03)
 @given(data=st.data())
 def test_a_forged_checkpoint(case: Case, data: st.DataObject) -> None:
     """Sealed again, so that only what it holds can tell: any model may come out, but nothing breaks."""
@@ -92,7 +92,7 @@ def test_a_forged_checkpoint(case: Case, data: st.DataObject) -> None:
     outcome_of(lambda: quantize(case.model, folder), seconds=60)
 
 
-@cases(0.05)
+@cases(0.04)
 @given(data=st.data())
 def test_a_damaged_record_of_a_finished_run(case: Case, data: st.DataObject) -> None:
     spoiler = Spoiler(data)
