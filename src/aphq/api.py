@@ -295,6 +295,9 @@ def _prepare_model(
     if info_of(model) is not None:
         raise ModelError("this model is quantized already; start from the float model")
     architecture = architecture_of(model)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            raise ModelError(f"{name} is on the meta device, which holds no values: load the weights first")
     teacher = copy.deepcopy(model).float().eval().requires_grad_(False).to(device)
     return teacher, architecture, architecture.units(teacher)
 

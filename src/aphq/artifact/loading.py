@@ -78,7 +78,11 @@ def load(path: str | Path, device: torch.device | str = "cpu", *, runtime: str =
 def read_config(folder: Path) -> dict[str, Any]:
     """The parsed `config.json`, its format and version checked."""
     file = folder / CONFIG
-    if not folder.is_dir():
+    try:
+        there = folder.is_dir()
+    except (OSError, ValueError) as problem:  # a name that no disk can have
+        raise ArtifactError(f"there is no folder {folder}: {problem}") from None
+    if not there:
         raise ArtifactError(f"there is no folder {folder}")
     if not file.is_file():
         hint = "; the run is not finished: start it again to go on" if (folder / "run.json").exists() else ""

@@ -22,26 +22,53 @@ SEAL = "sha256"  # of names, types, shapes and values, in the file's own metadat
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """`write(temporary)` and rename to `path`; on failure the temporary goes and what was at `path` stays."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    write_together({path: write})
+
+
+def write_together(writers: Mapping[Path, Callable[[Path], object]]) -> None:
+    """Files that belong to each other: all are written before the first is renamed, in their order."""
+    temporaries = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in writers}
+    path = next(iter(writers))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        with open(temporary, "rb+") as handle:
-            os.fsync(handle.fileno())
-        os.replace(temporary, path)
+        for path, write in writers.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(temporaries[path])
+            with open(temporaries[path], "rb+") as handle:
+                os.fsync(handle.fileno())
+        for path, temporary in temporaries.items():
+            os.replace(temporary, path)
     except Exception as problem:
-        _discard(temporary)
+        _discard(*temporaries.values())
         if is_disk_problem(problem):
             raise RunError(f"cannot write {path}: {problem}; what was saved before is intact") from None
         raise
     except BaseException:
-        _discard(temporary)
+        _discard(*temporaries.values())
         raise
 
 
-def _discard(temporary: Path) -> None:
-    with suppress(OSError):  # what went wrong before is the news
-        temporary.unlink()
+def _discard(*temporaries: Path) -> None:
+    for temporary in temporaries:
+        with suppress(OSError):  # what went wrong before is the news
+            temporary.unlink()
+
+
+def discard_leftovers(folder: Path) -> None:
+    """Remove the temporaries of processes that were killed while they wrote into a folder."""
+    for file in folder.glob(".*.tmp"):
+        owner = file.name.split(".")[-2]
+        if owner.isdecimal() and not _is_alive(int(owner)):
+            _discard(file)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
 
 
 def is_disk_problem(problem: BaseException) -> bool:

@@ -15,15 +15,25 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from torch import Tensor
 
-from aphq.engine.files import UnreadableError, read_json, read_sealed, write_json, write_sealed, write_text
+from aphq.engine.files import (
+    UnreadableError,
+    discard_leftovers,
+    read_json,
+    read_sealed,
+    write_json,
+    write_sealed,
+    write_text,
+)
 from aphq.errors import RunError
 from aphq.recipe import Recipe, differences
 
+EVENTS = "events.jsonl"
 SAMPLE, SAMPLE_IMAGES = "sample.safetensors", 16
 NOT_IDENTITY = ("aphq",)  # may differ between the start and the continuation
 
@@ -37,13 +47,20 @@ class RunFolder:
         self._lock: IO[str] | None = None
         if path is not None and writes:
             try:
+                os.fspath(path).encode()  # the library that writes tensors knows no other names
                 path.mkdir(parents=True, exist_ok=True)
                 if not (path / "run.json").exists():
                     _refuse_foreign(path)
                 self._lock = open(path / ".lock", "w")  # noqa: SIM115
-            except OSError as problem:
+            except (OSError, ValueError) as problem:
                 raise RunError(f"cannot use {path} as a run folder: {problem}") from None
             _hold(self._lock, path)
+            try:
+                discard_leftovers(path)
+                _end_last_line(path / EVENTS)
+            except OSError as problem:
+                self.close()
+                raise RunError(f"cannot use {path} as a run folder: {problem}") from None
 
     def close(self) -> None:
         if self._lock is not None:
@@ -76,10 +93,13 @@ class RunFolder:
     def event(self, kind: str, **values: Any) -> None:
         if self.path is not None and self.writes:
             line = json.dumps({"time": round(time.time(), 3), "event": kind, **values})
+            file = self.path / EVENTS
             try:
-                with open(self.path / "events.jsonl", "a", encoding="utf-8") as handle:
+                with open(file, "a", encoding="utf-8") as handle:
                     handle.write(line + "\n")
             except OSError as problem:
+                with suppress(OSError):
+                    _end_last_line(file)  # a full disk takes half a line
                 raise RunError(f"cannot write to {self.path}: {problem}; finished units are intact") from None
 
     def save(self, stage: str, unit: str, tensors: Mapping[str, Tensor]) -> None:
@@ -146,6 +166,17 @@ def _hold(lock: IO[str], path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise RunError(f"another process is working in {path}; wait for it or choose another folder") from None
+
+
+def _end_last_line(file: Path) -> None:
+    """Drop what a process that died, or a full disk, left of a line."""
+    if not file.exists():
+        return
+    with open(file, "rb+") as handle:
+        content = handle.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            handle.truncate(whole)
 
 
 def _refuse_foreign(path: Path) -> None:
