@@ -25,6 +25,9 @@ FORBIDDEN = {  # audit events of a process that does more than read its files
     "os.posix_spawn",
     "subprocess.Popen",
     "socket.connect",
+    "socket.getaddrinfo",
+    "socket.gethostbyname",
+    "socket.sendto",
     "pickle.find_class",
 }
 
