@@ -23,7 +23,7 @@ from aphq.data import CalibrationSet, Preprocessing
 from aphq.data.scenes import ScenePreprocessing
 from aphq.engine.folder import RunFolder
 from aphq.engine.loop import matmul_precision
-from aphq.engine.memory import PeakMemory
+from aphq.engine.memory import PeakMemory, cache_bytes
 from aphq.engine.progress import Progress, clock
 from aphq.engine.ranks import Ranks
 from aphq.engine.store import Store
@@ -143,6 +143,8 @@ def quantize(
     recipe: a preset name such as "w4a4" at an `effort`, a YAML or JSON file, or a Recipe.
     data: a folder, list or zip of images, a tensor, a DataLoader or any iterable of images; see `load_calibration`.
     out: the run folder; a run that was stopped goes on when called again. None keeps everything in memory.
+    gpu_memory_gb: GiB of cached activations on the GPU; host_memory_gb: GiB of host memory for the whole process. What
+        does not fit is kept on disk, in the run folder.
     val: labelled images to measure float and quantized accuracy on; for a detector (instances.json, folder of images).
 
     Started by `torchrun`, the processes share the work; the first saves and measures, the others get the model alone.
@@ -332,9 +334,12 @@ def _load_images(task: Task, data: Any, preprocessing: Any, recipe: Recipe, prog
 
 
 def _store(device: torch.device, folder: RunFolder, gpu_gb: float | None, host_gb: float | None) -> Store:
+    for name, value in (("GPU", gpu_gb), ("host", host_gb)):
+        if value is not None and not 0 <= value < 1e9:
+            raise RecipeError(f"the budget of {name} memory is a number of GiB, 0 or more; got {value}")
     budgets = {
         "gpu_bytes": None if gpu_gb is None else int(gpu_gb * GIB),
-        "host_bytes": None if host_gb is None else int(host_gb * GIB),
+        "host_bytes": None if host_gb is None else cache_bytes(int(host_gb * GIB), device),
     }
     return Store(device, **budgets, folder=folder.path)
 
