@@ -86,10 +86,9 @@ def main() -> None:
     sampler, began = Sampler(), time.monotonic()
     sampler.start()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        memory = {"host_memory_gb": options.host_memory, "gpu_memory_gb": options.gpu_memory}
-        run = aphq.quantize(
-            model, recipe_of(options), images, out=Path(folder) / "run", device=options.device, **memory
-        )
+        limits: dict[str, Any] = {"host_memory_gb": options.host_memory, "gpu_memory_gb": options.gpu_memory}
+        out = Path(folder) / "run"
+        run = aphq.quantize(model, recipe_of(options), images, out=out, device=options.device, **limits)
         lines = (Path(folder) / "run" / "events.jsonl").read_text().splitlines()
     sampler.done.set()
     stages = [event for event in map(json.loads, lines) if event["event"] == "stage_finished"]

@@ -1,5 +1,6 @@
 """A case in a process of its own: crashes, hangs, greed and mischief show, whatever the code catches."""
 
+import gc
 import json
 import os
 import select
@@ -47,10 +48,13 @@ def outcome_of(
     sys.stdout.flush()
     sys.stderr.flush()
     reader, writer = os.pipe()
+    gc.freeze()  # collecting garbage in the child would copy the whole of the parent's memory
     child = os.fork()
     if child == 0:
+        gc.disable()
         os.close(reader)
         _in_child(work, writer, pickles)
+    gc.unfreeze()
     os.close(writer)
     report = _read(reader, time.monotonic() + seconds)
     if report is None:

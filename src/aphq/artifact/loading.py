@@ -33,8 +33,9 @@ from aphq.quant.packing import unpack
 from aphq.quant.quantizer import Quantizer
 from aphq.recipe import Recipe
 from aphq.tasks import task_of
-from aphq.typed import nearest
+from aphq.typed import nearest, shown
 
+LONGEST = 1000  # characters of another's words in a message of ours: they may quote the file
 RUNTIMES = ("simulated", "int8")
 
 
@@ -62,7 +63,7 @@ def load(path: str | Path, device: torch.device | str = "cpu", *, runtime: str =
     except ArtifactError:
         raise
     except AphqError as problem:
-        raise ArtifactError(f"{folder / CONFIG}: {problem}") from None
+        raise ArtifactError(f"{folder / CONFIG}: {str(problem)[:LONGEST]}") from None
     except Exception as problem:  # timm's constructors, fed with somebody's numbers, raise whatever they like
         reason = " ".join(str(problem).split())[:300] or type(problem).__name__
         raise ArtifactError(f"{folder} does not hold a usable model: {reason}") from None
@@ -94,7 +95,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise ArtifactError(f"{file} does not describe an aphq model")
     if config.get("version") != VERSION:
-        raise ArtifactError(f"{file} has version {config.get('version')!r}; this aphq reads version {VERSION}")
+        raise ArtifactError(f"{file} has version {shown(config.get('version'))}; this aphq reads version {VERSION}")
     return config
 
 
@@ -151,7 +152,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], config: dict[str, Any], 
         if isinstance(module, QuantizedLayer) and (quantizer := module.weight_quantizer) is not None:
             key, shape = f"{name}.weight", tuple(module.weight.shape)
             if config["packed"][key] != {"bits": quantizer.bits, "shape": list(shape)}:
-                raise ArtifactError(f"{key} is packed as {config['packed'][key]}, which does not fit the model")
+                raise ArtifactError(f"{key} is packed as {shown(config['packed'][key])}, which does not fit the model")
             codes = unpack(state[key], quantizer.bits, shape).float() if check else torch.empty(shape)
             state[key] = dequantize(codes, state[f"{key}_quantizer.scale"], state[f"{key}_quantizer.zero_point"])
     add_missing_biases(model, state)

@@ -35,6 +35,7 @@ from aphq.recipe import Recipe, differences
 
 EVENTS = "events.jsonl"
 SAMPLE, SAMPLE_IMAGES = "sample.safetensors", 16
+LONGEST = 1000  # characters of what differs
 NOT_IDENTITY = ("aphq",)  # may differ between the start and the continuation
 
 
@@ -85,7 +86,7 @@ class RunFolder:
         changed = differences(before, now)
         if changed:
             raise RunError(
-                f"{self.path} holds a run with other settings; changed: {'; '.join(changed)}. "
+                f"{self.path} holds a run with other settings; changed: {'; '.join(changed)[:LONGEST]}. "
                 "Repeat the earlier settings to go on, or choose another folder"
             )
         return True
