@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import os
 import re
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,7 +69,7 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
         raise ModelError(f"there is no weights file {path}")
     check_name(path)
     try:
-        found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        found = load_file(path) if path.suffix == ".safetensors" else _load_pickle(path)
     except (SafetensorError, OSError, ValueError, RuntimeError, EOFError) as problem:
         raise ModelError(f"cannot read the weights in {path}: {_first_line(problem)}") from None
     except Exception as problem:  # the unpickler's own errors have no common base
@@ -81,6 +83,14 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     if not isinstance(found, Mapping) or not found or not all(isinstance(v, Tensor) for v in found.values()):
         raise ModelError(f"{path} does not hold a state_dict (a mapping of names to tensors)")
     return {k.removeprefix("module."): v.float() if v.is_floating_point() else v for k, v in found.items()}
+
+
+def _load_pickle(path: Path) -> Any:
+    """Tensors alone. A plain pickle (of torch before 1.6) is read from memory: a forged length in it would otherwise
+    have as much memory set aside as it says."""
+    if zipfile.is_zipfile(path):
+        return torch.load(path, "cpu", weights_only=True)
+    return torch.load(io.BytesIO(path.read_bytes()), "cpu", weights_only=True)
 
 
 def check_name(path: Path) -> None:
