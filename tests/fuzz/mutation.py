@@ -1,5 +1,6 @@
 """Spoiling valid files: values, keys and types of JSON, bytes, headers and tensors of safetensors."""
 
+import copy
 import json
 import struct
 from typing import Any
@@ -30,6 +31,10 @@ class Spoiler:
     def one_of(self, items: Any) -> Any:
         return items[self.below(len(items))]
 
+    def odd(self) -> Any:
+        """A value of its own: the next change may be to its inside."""
+        return copy.deepcopy(self.one_of(ODD))
+
     # -- JSON --------------------------------------------------------------------------------------------------------
 
     def json_text(self, text: str) -> str:
@@ -49,7 +54,7 @@ class Spoiler:
         """A plain structure with one place changed."""
         places = list(_places(value))
         if not places:
-            return self.one_of(ODD)
+            return self.odd()
         owner, key = places[self.below(len(places))]
         way = self.below(8)
         if way == 0:
@@ -66,7 +71,7 @@ class Spoiler:
         elif way == 5:
             owner[key] = str(owner[key])
         else:
-            owner[key] = self.one_of(ODD)
+            owner[key] = self.odd()
         return value
 
     # -- bytes -------------------------------------------------------------------------------------------------------
