@@ -124,7 +124,7 @@ class Spoiler:
             elif way == 3:
                 tensors[name] = tensor[None].clone()
             elif way == 4 and tensor.is_floating_point():
-                value = self.one_of([0.0, -1.0, 1e38, float("nan"), float("inf")])
+                value = self.one_of([0.0, -1.0, torch.finfo(tensor.dtype).max, float("nan"), float("inf")])
                 tensors[name] = (
                     tensor.clone().reshape(-1).index_fill_(0, torch.tensor([0]), value).reshape(tensor.shape)
                 )
