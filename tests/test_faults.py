@@ -4,6 +4,7 @@ import copy
 import errno
 import json
 import os
+import resource
 import shutil
 import signal
 import time
@@ -85,6 +86,40 @@ def test_disk_full_at_every_stage_of_a_run(tiny_vit: nn.Module, disk: SmallDisk,
     assert len(full) >= 3, "the disk was full at several moments"
     assert all("No space left" in sentence for sentence in said)
     assert sha256(out / RESULT) == sha256(whole / RESULT)
+
+
+@pytest.mark.parametrize("kib", [1, 12, 30])
+def test_a_limit_on_the_size_of_files(tiny_vit: nn.Module, tmp_path: Path, whole: Path, kib: int) -> None:
+    """As a quota has it; unlike a small disk, everybody may set this one."""
+
+    def work() -> str:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (kib * 1024, resource.RLIM_INFINITY))
+        try:
+            run(tiny_vit, tmp_path / "run")
+        except RunError as problem:
+            return str(problem)
+        return "finished"
+
+    assert "File too large" in said_by_a_child(work)
+    check_whole_files(tmp_path / "run")
+    run(tiny_vit, tmp_path / "run")
+    assert sha256(tmp_path / "run" / RESULT) == sha256(whole / RESULT)
+
+
+def said_by_a_child(work: Callable[[], str]) -> str:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, work().encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as handle:
+        said = handle.read()
+    os.waitpid(child, 0)
+    return said
 
 
 @pytest.mark.parametrize("to", ["onnx", "openvino", "torch"])

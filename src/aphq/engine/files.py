@@ -73,7 +73,7 @@ def _is_alive(process: int) -> bool:
 
 def is_disk_problem(problem: BaseException) -> bool:
     """Disk full, read-only, no permission: also when a library wraps the system's words in its own exception."""
-    codes = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT, errno.EIO)
+    codes = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT, errno.EIO, errno.EFBIG)
     words = tuple(os.strerror(code) for code in codes)
     return isinstance(problem, OSError) or any(word in str(problem) for word in words)
 
