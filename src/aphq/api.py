@@ -183,8 +183,8 @@ def quantize(
             run.recall(folder.earlier_result(), task)
             log.info("%s is finished already; nothing to redo", folder.path)
         else:
-            store = _store(target, folder, gpu_memory_gb, host_memory_gb)
             student = make_student(teacher, architecture, units, chosen).to(target)
+            store = _store(target, folder, gpu_memory_gb, host_memory_gb)  # what the models left
             known = task.prepare(images, teacher, target, progress)
             places = (target, store, folder, progress, ranks)
             extras = (architecture.streams(teacher), task.distillation)
