@@ -125,9 +125,9 @@ class Spoiler:
                 tensors[name] = tensor[None].clone()
             elif way == 4 and tensor.is_floating_point():
                 value = self.one_of([0.0, -1.0, torch.finfo(tensor.dtype).max, float("nan"), float("inf")])
-                tensors[name] = (
-                    tensor.clone().reshape(-1).index_fill_(0, torch.tensor([0]), value).reshape(tensor.shape)
-                )
+                flat = tensor.clone().reshape(-1)
+                flat[:1] = value
+                tensors[name] = flat.reshape(tensor.shape)
             elif way == 5:
                 tensors[self.one_of(["", "x", f"{name}.x", "ü"])] = tensor.clone()
             else:
