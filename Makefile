@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
+FUZZ_CASES ?= 10000
+KILLS ?= 20
+SOAK_MINUTES ?= 60
 SOURCES := $(wildcard src tests scripts benchmarks examples docs/hooks)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format docs docs-serve clean
+.PHONY: help install demo test test-slow fuzz kills soak lint format docs docs-serve clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +29,15 @@ test: install ## run the tests, without the slow ones and those that need a GPU
 
 test-slow: install ## run the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+fuzz: install ## damaged and forged files of every kind, FUZZ_CASES of them, new ones each time
+	APHQ_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/fuzz --hypothesis-show-statistics
+
+kills: install ## kill runs at random moments, KILLS times, and hold what comes out against whole ones
+	APHQ_KILLS=$(KILLS) $(BIN)/python -m pytest -s tests/test_random_kills.py
+
+soak: install ## random recipes on the embedded model for SOAK_MINUTES, killed, starved and damaged on the way
+	$(BIN)/python scripts/soak.py --minutes $(SOAK_MINUTES)
 
 lint: install ## check style (ruff), layout (ruff format) and types (mypy)
 	$(BIN)/ruff check $(SOURCES)

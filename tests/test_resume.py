@@ -122,7 +122,9 @@ def test_a_swin_gets_its_new_biases_back(
 def test_a_run_on_a_turned_model_and_fresh_views_goes_on(
     stage: str, unit: str, tiny_vit: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = short(effort="best", block_reconstruction__views__every=2, mlp_reconstruction__views__every=3)
+    fresh = {"block_reconstruction": 2, "mlp_reconstruction": 3}
+    none = {f"{stage}__views__copies": 0 for stage in fresh}
+    recipe = short(effort="best", **none, **{f"{stage}__views__every": every for stage, every in fresh.items()})
     run(tiny_vit, tmp_path / "whole", recipe)
     with monkeypatch.context() as patch:
         die_at(patch, stage, unit, after_writing=True)

@@ -22,12 +22,12 @@ from aphq.data import CalibrationSet, Preprocessing
 from aphq.data.scenes import ScenePreprocessing
 from aphq.engine.folder import RunFolder
 from aphq.engine.loop import matmul_precision
-from aphq.engine.memory import PeakMemory
+from aphq.engine.memory import PeakMemory, cache_bytes
 from aphq.engine.progress import Progress, clock
 from aphq.engine.ranks import Ranks
 from aphq.engine.store import Store
 from aphq.engine.workspace import Images, Workspace
-from aphq.errors import ModelError, RecipeError
+from aphq.errors import ModelError, RecipeError, describe
 from aphq.models.architecture import Architecture, Unit, architecture_named, architecture_of, mlps_of
 from aphq.models.coverage import Coverage, coverage
 from aphq.models.loading import load_model, model_fingerprint
@@ -86,9 +86,14 @@ class Run:
 
     def recall(self, earlier: dict[str, Any], task: Task) -> None:
         """Take over what an earlier, finished run of the same folder measured."""
-        self.seconds = dict(earlier.get("seconds") or {})
-        self.accuracy = {name: task.recall(value) for name, value in (earlier.get("accuracy") or {}).items()}
-        self.agreement = earlier.get("agreement")
+        try:
+            seconds = {str(name): float(value) for name, value in (earlier.get("seconds") or {}).items()}
+            accuracy = {name: task.recall(value) for name, value in (earlier.get("accuracy") or {}).items()}
+            agreement = None if earlier.get("agreement") is None else float(earlier["agreement"])
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as problem:
+            log.warning("what the finished run measured cannot be read any more: %s", describe(problem))
+            return
+        self.seconds, self.accuracy, self.agreement = seconds, accuracy, agreement
 
     def summary(self) -> str:
         """A few lines for a person."""
@@ -148,7 +153,7 @@ def quantize(
         preprocessing: what the model expects of its images, where it does not say so itself.
         device: "auto" is the first GPU, or the CPU.
         gpu_memory_gb: GiB of cached activations on the GPU; what is more goes to host memory.
-        host_memory_gb: GiB of cached activations there; what is more goes to disk.
+        host_memory_gb: GiB of host memory for the whole process; what does not fit goes to disk, in the run folder.
         val_limit: measure on this many images, spread over the classes.
         progress: what is told how far the run is.
     """
@@ -186,8 +191,8 @@ def quantize(
             run.recall(folder.earlier_result(), task)
             log.info("%s is finished already; nothing to redo", folder.path)
         else:
-            store = _store(target, folder, gpu_memory_gb, host_memory_gb)
             student = make_student(teacher, architecture, units, chosen).to(target)
+            store = _store(target, folder, gpu_memory_gb, host_memory_gb)  # what the models left
             known = task.prepare(images, teacher, target, progress)
             places = (target, store, folder, progress, ranks)
             extras = (architecture.streams(teacher), task.distillation)
@@ -309,6 +314,9 @@ def _prepare_model(
     if info_of(model) is not None:
         raise ModelError("this model is quantized already; start from the float model")
     architecture = architecture_of(model)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            raise ModelError(f"{name} is on the meta device, which holds no values: load the weights first")
     teacher = opened_copy(model, architecture).to(device)
     return teacher, architecture, architecture.units(teacher)
 
@@ -343,9 +351,12 @@ def _load_images(task: Task, data: Any, preprocessing: Any, recipe: Recipe, prog
 
 
 def _store(device: torch.device, folder: RunFolder, gpu_gb: float | None, host_gb: float | None) -> Store:
+    for name, value in (("GPU", gpu_gb), ("host", host_gb)):
+        if value is not None and not 0 <= value < 1e9:
+            raise RecipeError(f"the budget of {name} memory is a number of GiB, 0 or more; got {value}")
     budgets = {
         "gpu_bytes": None if gpu_gb is None else int(gpu_gb * GIB),
-        "host_bytes": None if host_gb is None else int(host_gb * GIB),
+        "host_bytes": None if host_gb is None else cache_bytes(int(host_gb * GIB), device),
     }
     return Store(device, **budgets, folder=folder.path)
 

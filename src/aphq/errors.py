@@ -31,3 +31,9 @@ class ExportError(AphqError):
 
 class RuntimeMissingError(AphqError):
     """A runtime that is not installed; the message names the extra that brings it."""
+
+
+def describe(problem: BaseException) -> str:
+    """Another library's exception in one short line of our own sentence."""
+    words = " ".join(str(problem).split())[:200]
+    return f"{type(problem).__name__}: {words}" if words else type(problem).__name__

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from aphq.errors import RecipeError
-from aphq.typed import TypedError, convert, from_plain, nearest, to_plain
+from aphq.typed import TypedError, convert, from_plain, nearest, shown, to_plain
 
 VERSION = 1
+MAX_CHARACTERS, MAX_VALUES = 2**20, 100_000  # of a recipe file; the longest, with bits for each layer, have thousands
 ImportanceKind = Literal["mse", "brecq", "ph", "aph", "fisher"]
 SearchMethod = Literal["minmax", "percentile", "self_mse", "output_mse"]
 
@@ -244,12 +245,14 @@ class Recipe:
         if not isinstance(data, Mapping):
             raise RecipeError(f"a recipe must be a mapping of fields, got {type(data).__name__}")
         if data.get("version", VERSION) != VERSION:
-            raise RecipeError(f"recipe version {data['version']!r} is not supported; this aphq reads version {VERSION}")
+            raise RecipeError(
+                f"recipe version {shown(data['version'])} is not supported; this aphq reads version {VERSION}"
+            )
         plain = dict(data)
         try:
             plain["stages"] = tuple(_stage_from_dict(item, i) for i, item in enumerate(plain.get("stages", ())))
             return from_plain(cls, plain)
-        except (TypedError, TypeError) as problem:
+        except (ValueError, TypeError, OverflowError) as problem:
             raise RecipeError(f"recipe: {problem}") from None
 
     def to_yaml(self) -> str:
@@ -265,21 +268,29 @@ class Recipe:
         """YAML or JSON, which is nearly YAML: tabs and escaped surrogate pairs are not."""
         import yaml
 
+        if len(text) > MAX_CHARACTERS:
+            raise RecipeError(f"{len(text)} characters are too many for a recipe")
         try:
             try:
                 data = json.loads(text)
             except ValueError:
                 data = yaml.safe_load(text)
+            if _nodes(data, MAX_VALUES) > MAX_VALUES:
+                raise RecipeError(f"the recipe has more than {MAX_VALUES} values, or contains itself")
             return cls.from_dict(data)
-        except yaml.YAMLError as problem:
-            raise RecipeError(f"the recipe is neither YAML nor JSON: {str(problem).splitlines()[0]}") from None
         except RecursionError:
             raise RecipeError("the recipe is nested too deeply to read") from None
+        except RecipeError:
+            raise
+        except Exception as problem:  # besides its own error, yaml lets those of dates, numbers and tags through
+            words = (str(problem) or type(problem).__name__).splitlines()[0]
+            raise RecipeError(f"the recipe is neither YAML nor JSON: {words}") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Recipe:
         try:
-            return cls.from_text(Path(path).read_text(encoding="utf-8"))
+            with open(path, encoding="utf-8") as handle:
+                return cls.from_text(handle.read(MAX_CHARACTERS + 1))
         except (OSError, UnicodeDecodeError) as problem:
             raise RecipeError(f"cannot read the recipe {path}: {problem}") from None
 
@@ -336,6 +347,19 @@ class Recipe:
         return weights, activations
 
 
+def _nodes(data: Any, limit: int) -> int:
+    """Values in a plain structure, counted to just over `limit`: a few lines of YAML can stand for billions."""
+    count, waiting = 0, [data]
+    while waiting and count <= limit:
+        value = waiting.pop()
+        count += 1
+        if isinstance(value, Mapping):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, (list, tuple, set)):
+            waiting += value
+    return count
+
+
 class _Absent:
     """What a mapping has under a key it lacks; None is a value, and means float."""
 
@@ -366,8 +390,8 @@ def _stage_from_dict(data: Any, index: int) -> Stage:
     if not isinstance(data, Mapping) or "kind" not in data:
         raise TypedError(f"{where} must be a mapping with a 'kind': one of {', '.join(STAGES)}")
     kind = data["kind"]
-    if kind not in STAGES:
-        raise TypedError(f"{where}.kind: there is no stage {kind!r}: {nearest(str(kind), STAGES)}")
+    if not isinstance(kind, str) or kind not in STAGES:
+        raise TypedError(f"{where}.kind: there is no stage {shown(kind)}: {nearest(shown(kind), STAGES)}")
     return from_plain(STAGES[kind], data, where)
 
 
@@ -418,7 +442,11 @@ def _check(recipe: Recipe) -> None:
                 f"overrides.{pattern}.activations": override.activations,
             }
     for name, value in bits.items():
-        require(value in (None, "recipe") or 2 <= value <= 8, f"{name} must be 2 to 8, or null for float; got {value}")
+        require(
+            value in (None, "recipe") or 2 <= value <= 8,
+            f"{name} must be 2 to 8, or null for float; got {shown(value)}",
+        )
+    require(0 <= recipe.seed < 2**63, f"seed must be from 0 to 2^63 - 1; got {shown(recipe.seed)}")
     require(recipe.calibration.images >= 1, "calibration.images must be at least 1")
     require(recipe.calibration.batch >= 1, "calibration.batch must be at least 1")
 
@@ -458,7 +486,8 @@ def _check_number(owner: Any, name: str, require: Any) -> None:
         for f in dataclasses.fields(value):
             _check_number(value, f.name, require)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        require(math.isfinite(value), f"{where} must be finite; got {value}")
+        finite = abs(value) <= sys.float_info.max  # math.isfinite fails on integers beyond that
+        require(finite, f"{where} must be finite; got {shown(value)}")
         signed_right = value > 0 or (value == 0 and name in MAY_BE_ZERO) or name == "gamma"
-        require(signed_right, f"{where} must be positive; got {value}")
-        require(name not in SHARES or value <= 1, f"{where} must be at most 1; got {value}")
+        require(signed_right, f"{where} must be positive; got {shown(value)}")
+        require(name not in SHARES or value <= 1, f"{where} must be at most 1; got {shown(value)}")

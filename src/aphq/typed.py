@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import reprlib
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+_SHORT = reprlib.Repr()
+_SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 80, 60, 40
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
@@ -26,6 +29,14 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     names = sorted(choices)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"valid names: {', '.join(names)}"
+
+
+def shown(value: Any) -> str:
+    """A value in an error message: cut short, since it may be a forger's megabytes."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python refuses to print integers of thousands of digits
+        return f"a huge {type(value).__name__}"
 
 
 def to_plain(value: Any) -> Any:
@@ -42,12 +53,12 @@ def to_plain(value: Any) -> Any:
 def from_plain(cls: type[T], data: Any, where: str = "") -> T:
     """Build a dataclass from a dictionary, checking every key and type; missing keys take the field's default."""
     if not isinstance(data, Mapping):
-        raise TypedError(f"{where or cls.__name__} must be a mapping of fields, got {data!r}")
+        raise TypedError(f"{where or cls.__name__} must be a mapping of fields, got {shown(data)}")
     hints = get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in data:
         if key not in fields:
-            raise TypedError(f"unknown key {_join(where, key)!r}: {nearest(str(key), fields)}")
+            raise TypedError(f"unknown key {shown(_join(where, key))}: {nearest(shown(key), fields)}")
     required = (
         f.name for f in fields.values() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     )
@@ -63,17 +74,17 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     if hint is Any:
         return value
     if origin is Literal:
-        if value in get_args(hint) and not isinstance(value, bool):
+        if isinstance(value, (str, int)) and value in get_args(hint) and not isinstance(value, bool):
             return value
-        hint_words = nearest(str(value), map(str, get_args(hint)))
-        raise TypedError(f"{where} cannot be {value!r}: {hint_words}")
+        hint_words = nearest(shown(value), map(str, get_args(hint)))
+        raise TypedError(f"{where} cannot be {shown(value)}: {hint_words}")
     if origin in (Union, types.UnionType):
         return _convert_union(value, get_args(hint), where)
     if origin is tuple:
         return _convert_tuple(value, get_args(hint), where)
     if origin in (dict, Mapping) or (origin is not None and issubclass(origin, Mapping)):
         if not isinstance(value, Mapping):
-            raise TypedError(f"{where} must be a mapping, got {value!r}")
+            raise TypedError(f"{where} must be a mapping, got {shown(value)}")
         key_hint, item_hint = get_args(hint)
         return {
             convert(key, key_hint, f"a key of {where}"): convert(item, item_hint, _join(where, key))
@@ -89,13 +100,16 @@ def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
         if value is None:
             return None
     elif hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise TypedError(f"{where} is too large for a number: {shown(value)}") from None
     elif hint is float and isinstance(value, str) and NUMBER.fullmatch(value):
         return float(value)  # YAML 1.1 reads 1e-3 as a string for want of a dot
     elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     wanted = "null" if hint is types.NoneType else hint.__name__
-    raise TypedError(f"{where} must be of type {wanted}, got {value!r}")
+    raise TypedError(f"{where} must be of type {wanted}, got {shown(value)}")
 
 
 def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
@@ -114,7 +128,7 @@ def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
 
 def _convert_tuple(value: Any, items: tuple[Any, ...], where: str) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
-        raise TypedError(f"{where} must be a list, got {value!r}")
+        raise TypedError(f"{where} must be a list, got {shown(value)}")
     if len(items) == 2 and items[1] is Ellipsis:
         return tuple(convert(item, items[0], f"{where}[{i}]") for i, item in enumerate(value))
     if len(value) != len(items):
@@ -124,4 +138,5 @@ def _convert_tuple(value: Any, items: tuple[Any, ...], where: str) -> tuple[Any,
 
 
 def _join(where: str, key: Any) -> str:
-    return f"{where}.{key}" if where else str(key)
+    name = key if isinstance(key, str) else shown(key)
+    return f"{where}.{name}" if where else name

@@ -138,7 +138,7 @@ def arguments(**changes: Any) -> Callable[[Config], None]:
         (arguments(embed_dim=2**40), "does not fit the model|does not hold a usable model|cannot build"),
         (arguments(num_classes=10**12), "does not fit the model|does not hold a usable model|cannot build"),
         (arguments(img_size=[10**6, 10**6]), "does not fit the model|does not hold a usable model|cannot build"),
-        (arguments(depth=10**9), "more blocks than"),
+        (arguments(depth=10**9), "more blocks than there are tensors"),
         (arguments(surprise=1), "cannot build a VisionTransformer"),
     ],
 )

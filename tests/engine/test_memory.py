@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from aphq.engine import memory
-from aphq.engine.memory import CLEAR, STATUS, PeakMemory
+from aphq.engine.memory import CLEAR, STATUS, PeakMemory, cache_bytes, private_bytes
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -36,3 +36,19 @@ def test_a_system_that_tells_nothing_is_no_error(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(memory, "STATUS", tmp_path / "none" / "status")
     monkeypatch.setattr(memory, "CLEAR", tmp_path / "none" / "clear_refs")
     assert PeakMemory(CPU).read() == {}
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="this system does not tell")
+def test_private_memory_is_what_was_written_to() -> None:
+    before = private_bytes()
+    big = torch.ones(32 * MIB)
+    assert private_bytes() - before > 100 * MIB
+    del big
+
+
+def test_the_cache_gets_what_the_process_and_computing_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "private_bytes", lambda: 2 * 2**30)
+    assert cache_bytes(8 * 2**30, CPU) == 2 * 2**30
+    assert cache_bytes(8 * 2**30, torch.device("cuda:0")) == 5 * 2**30
+    assert cache_bytes(2**30, CPU) == 0
+    assert cache_bytes(0, torch.device("cuda:0")) == 0

@@ -1,3 +1,5 @@
+import hashlib
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -178,3 +180,53 @@ def test_the_fingerprint_tells_models_apart(vit: Callable[..., Any]) -> None:
     model.blocks[1].mlp.fc2.weight[3, 4] += 1e-6
     assert fingerprint(model) != first
     assert fingerprint(vit(act_layer=nn.ReLU)) != first, "the same tensors, another forward"
+
+
+def named_by_hash(state: dict[str, Tensor], folder: Path, digits: int = 8) -> Path:
+    file = folder / "weights.pth"
+    torch.save(state, file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:digits]
+    return file.rename(folder / f"vit_tiny-{digest}.pth")
+
+
+@pytest.mark.parametrize("digits", [8, 64])
+def test_a_file_that_carries_its_hash_is_checked(source: nn.Module, tmp_path: Path, digits: int) -> None:
+    file = named_by_hash(source.state_dict(), tmp_path, digits)
+    assert same(load_model(NAME, file, **SMALL), source)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(ModelError, match=r"vit_tiny-\w+.pth has the hash .* the download is damaged or was changed"):
+        load_model(NAME, file, **SMALL)
+
+
+@pytest.mark.parametrize("name", ["run-20240115.pth", "checkpoint-10000000.pth"])
+def test_a_date_or_a_count_is_no_hash(
+    source: nn.Module, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save(source.state_dict(), tmp_path / name)
+    assert same(load_model(NAME, tmp_path / name, **SMALL), source)
+    assert "unless the number is a date" in caplog.text
+
+
+def test_downloads_are_checked_and_not_unpickled(source: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def create(*_: Any, **__: Any) -> nn.Module:
+        seen["forced"] = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+        seen["checked"] = timm.models._builder._CHECK_HASH
+        return source
+
+    monkeypatch.setattr(timm, "create_model", create)
+    load_model(NAME)
+    assert seen == {"forced": "1", "checked": True}
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+
+
+def test_torch_keeps_to_tensors_when_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a caller says: what `load_model` relies on while timm downloads."""
+    torch.save({"model": Bomb(tmp_path / "executed")}, tmp_path / "bomb.pth")
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "bomb.pth", weights_only=False)
+    assert not (tmp_path / "executed").exists()

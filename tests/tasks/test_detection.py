@@ -170,8 +170,7 @@ def test_memory_stays_within_its_bounds(tmp_path: Path) -> None:
     assert sha256(plain.path / "model.safetensors") == sha256(bounded.path / "model.safetensors")
     events = [json.loads(line) for line in (tmp_path / "bounded" / "events.jsonl").read_text().splitlines()]
     cached = next(e["cached"] for e in reversed(events) if e["event"] == "stage_finished")
-    assert cached["host"] <= 1e-4 * 2**30
-    assert cached["disk"] > 0
+    assert set(cached) == {"disk"}, "the process itself takes more than that already"
 
 
 def test_every_further_stage_works_on_detectors_too(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ out without memory first, so a forged description cannot ask for more than its t
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from aphq.artifact.info import QuantizationInfo, attach
+from aphq.artifact.plausibility import (
+    check_depth,
+    check_derived,
+    check_dtypes,
+    check_finite,
+    check_input,
+    limited_modules,
+)
 from aphq.artifact.saving import CONFIG, FORMAT, TENSORS, VERSION, file_sha256
+from aphq.engine.files import UnreadableError, read_json
 from aphq.engine.workspace import add_missing_biases
 from aphq.errors import AphqError, ArtifactError
 from aphq.models.architecture import architecture_named, mlps_of
@@ -26,10 +33,10 @@ from aphq.quant.packing import unpack
 from aphq.quant.quantizer import Quantizer
 from aphq.recipe import Recipe
 from aphq.tasks import TASKS
-from aphq.typed import nearest
+from aphq.typed import nearest, shown
 
+LONGEST = 1000  # characters of another's words in a message of ours: they may quote the file
 RUNTIMES = ("simulated", "int8")
-DEPTHS = ("depth", "depths", "num_layers", "num_hidden_layers", "depth_token_only")
 
 
 def load(path: str | Path, device: torch.device | str = "cpu", *, runtime: str = "simulated") -> nn.Module:
@@ -48,15 +55,19 @@ def load(path: str | Path, device: torch.device | str = "cpu", *, runtime: str =
     tensors = _read_tensors(folder, config)
     try:
         info = info_from(config)
-        _check_depth(info, tensors)
-        with torch.device("meta"):
-            _fill(_skeleton(info), {k: t.to("meta") for k, t in tensors.items()}, config, check=False)
+        check_depth(info.arguments, len(tensors))
+        with torch.device("meta"), limited_modules(len(tensors)):
+            layout = _skeleton(info)
+            _fill(layout, {k: t.to("meta") for k, t in tensors.items()}, config, check=False)
+        check_derived(layout, tensors)
+        check_input(layout, info.preprocessing)
         model = _skeleton(info)
         _fill(model, tensors, config, check=True)
+        check_finite(model)
     except ArtifactError:
         raise
     except AphqError as problem:
-        raise ArtifactError(f"{folder / CONFIG}: {problem}") from None
+        raise ArtifactError(f"{folder / CONFIG}: {str(problem)[:LONGEST]}") from None
     except Exception as problem:  # timm's constructors, fed with somebody's numbers, raise whatever they like
         reason = " ".join(str(problem).split())[:300] or type(problem).__name__
         raise ArtifactError(f"{folder} does not hold a usable model: {reason}") from None
@@ -72,19 +83,23 @@ def load(path: str | Path, device: torch.device | str = "cpu", *, runtime: str =
 def read_config(folder: Path) -> dict[str, Any]:
     """The parsed `config.json`, its format and version checked."""
     file = folder / CONFIG
-    if not folder.is_dir():
+    try:
+        there = folder.is_dir()
+    except (OSError, ValueError) as problem:  # a name that no disk can have
+        raise ArtifactError(f"there is no folder {folder}: {problem}") from None
+    if not there:
         raise ArtifactError(f"there is no folder {folder}")
     if not file.is_file():
         hint = "; the run is not finished: start it again to go on" if (folder / "run.json").exists() else ""
         raise ArtifactError(f"{folder} holds no quantized model (no {CONFIG}){hint}")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as problem:
+        config = read_json(file)
+    except UnreadableError as problem:
         raise ArtifactError(f"{file} is damaged: {problem}") from None
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise ArtifactError(f"{file} does not describe an aphq model")
     if config.get("version") != VERSION:
-        raise ArtifactError(f"{file} has version {config.get('version')!r}; this aphq reads version {VERSION}")
+        raise ArtifactError(f"{file} has version {shown(config.get('version'))}; this aphq reads version {VERSION}")
     return config
 
 
@@ -118,22 +133,6 @@ def _read_tensors(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
         raise ArtifactError(f"{file} is damaged: {problem}") from None
 
 
-def _check_depth(info: QuantizationInfo, tensors: dict[str, Tensor]) -> None:
-    """A block without a tensor of its own there is not; building a million would take hours even without memory."""
-    if any(depth > len(tensors) for depth in _depths(info.arguments)):
-        raise ArtifactError(f"{CONFIG} asks for more blocks than {TENSORS} has tensors: the file is damaged")
-
-
-def _depths(arguments: Any) -> Iterator[float]:
-    """The numbers under every key of a description that says how many blocks there are."""
-    if isinstance(arguments, dict):
-        for key, value in arguments.items():
-            if key in DEPTHS:
-                yield from (x for x in (value if isinstance(value, list) else [value]) if isinstance(x, (int, float)))
-            else:
-                yield from _depths(value)
-
-
 def _skeleton(info: QuantizationInfo) -> nn.Module:
     architecture = architecture_named(info.family)
     with torch.random.fork_rng(devices=[]):  # building draws initial weights; that is nobody else's business
@@ -161,10 +160,11 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], config: dict[str, Any], 
         if isinstance(module, QuantizedLayer) and (quantizer := module.weight_quantizer) is not None:
             key, shape = f"{name}.weight", tuple(module.weight.shape)
             if config["packed"][key] != {"bits": quantizer.bits, "shape": list(shape)}:
-                raise ArtifactError(f"{key} is packed as {config['packed'][key]}, which does not fit the model")
+                raise ArtifactError(f"{key} is packed as {shown(config['packed'][key])}, which does not fit the model")
             codes = unpack(state[key], quantizer.bits, shape).float() if check else torch.empty(shape)
             state[key] = dequantize(codes, state[f"{key}_quantizer.scale"], state[f"{key}_quantizer.zero_point"])
     add_missing_biases(model, state)
+    check_dtypes(model, state)
     model.load_state_dict(state, strict=True)
 
 
@@ -174,5 +174,6 @@ def read_weight(packed: Tensor, quantizer: Quantizer, shape: tuple[int, ...]) ->
 
 
 def check_affine(name: str, quantizer: Quantizer, scale: Tensor, zero_point: Tensor) -> None:
-    if not (torch.isfinite(scale).all() and (scale > 0).all() and (zero_point <= top_code(quantizer.bits)).all()):
+    codes = (zero_point >= 0) & (zero_point <= top_code(quantizer.bits)) & (zero_point == zero_point.round())
+    if not (torch.isfinite(scale).all() and (scale > 0).all() and codes.all()):
         raise ArtifactError(f"the quantizer {name} has an impossible scale or zero-point: the file is damaged")

@@ -80,7 +80,7 @@ def quantize(
     without: Without = None,
     device: Device = "auto",
     gpu_memory: Annotated[float | None, typer.Option(help="GiB of cached activations on the GPU.")] = None,
-    host_memory: Annotated[float | None, typer.Option(help="GiB of cached activations in host memory.")] = None,
+    host_memory: Annotated[float | None, typer.Option(help="GiB of host memory for the run; the rest on disk.")] = None,
     val_limit: Annotated[int | None, typer.Option(help="Measure on this many images, spread over classes.")] = None,
     as_json: Json = False,
     verbose: Verbose = False,

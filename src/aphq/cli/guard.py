@@ -56,7 +56,8 @@ def _how_to_go_on(options: dict[str, Any]) -> str:
 
 
 def _fail(message: str, code: int) -> None:
-    typer.echo(f"aphq: {message}", err=True)
+    printable = message.encode("utf-8", "backslashreplace").decode()  # a damaged file may name half a character
+    typer.echo(f"aphq: {printable}", err=True)
     raise typer.Exit(code)
 
 

@@ -38,7 +38,7 @@ def float_model(run: Path, info: QuantizationInfo, weights: Path | None) -> nn.M
         source = json.loads((run / SOURCE).read_text(encoding="utf-8"))
         arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in source["arguments"].items()}
         model = load_detector(source["model"], source["weights"], **arguments)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ModelError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ModelError):
         return None
     return model if _is_that(model, info) else None
 

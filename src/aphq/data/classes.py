@@ -60,7 +60,7 @@ def _by_label(root: Path, folders: list[str], labels: list[str]) -> tuple[dict[s
 def _by_file(path: Path, folders: list[str], num_classes: int) -> tuple[dict[str, int], tuple[str, ...]]:
     try:
         mapping = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"cannot read '{path}': {error}") from error
     if not isinstance(mapping, dict):
         raise DataError(f"'{path}' must map folder names to class indices")

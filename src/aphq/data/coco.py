@@ -104,7 +104,7 @@ def class_names(annotations: Path | None, num_classes: int) -> tuple[str, ...]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         source = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise DataError(f"cannot read the annotations '{path}': {problem}") from None
     missing = [key for key in ("images", "annotations", "categories") if not isinstance(_get(source, key), list)]
     if missing:

@@ -94,8 +94,8 @@ def open_images(data: str | os.PathLike[str]) -> ImageFiles:
             files = ImageFiles([path.name], lambda _: path.read_bytes())
             files.open(0)  # a single broken image is better refused here than skipped later
             return files
-    except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read '{path}': {getattr(error, 'strerror', None) or error}") from error
     raise DataError(f"'{path}' is not an image source: give a folder, a .zip, or a .txt with one image path per line")
 
 

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from aphq.data.images import to_mode
 from aphq.errors import DataError
+from aphq.typed import shown
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+MAX_SIDE, MIN_CROP = 8192, 0.05  # beyond them one image would take gigabytes
 CROP_MODES = ("center", "squash", "border")
 
 
@@ -35,13 +37,15 @@ class Preprocessing:
     crop_mode: str = "center"
 
     def __post_init__(self) -> None:
-        _check("size", self.size, _is_tuple_of(self.size, int, 2) and min(self.size) > 0, "two positive integers")
+        sides = _is_tuple_of(self.size, int, 2) and min(self.size) > 0 and max(self.size) <= MAX_SIDE
+        _check("size", self.size, sides, f"two positive integers up to {MAX_SIDE}")
         _check("channels", self.channels, _is_number(self.channels) and self.channels in (1, 3), "1 or 3")
         numbers = f"{self.channels} numbers, one per channel"
         _check("mean", self.mean, _is_tuple_of(self.mean, float, self.channels), numbers)
         _check("std", self.std, _is_tuple_of(self.std, float, self.channels) and min(self.std) > 0, f"{numbers}, > 0")
         _check("interpolation", self.interpolation, self.interpolation in INTERPOLATIONS, f"one of {INTERPOLATIONS}")
-        _check("crop_pct", self.crop_pct, _is_number(self.crop_pct) and self.crop_pct > 0, "a number > 0")
+        pct = _is_number(self.crop_pct) and MIN_CROP <= self.crop_pct <= 1 / MIN_CROP
+        _check("crop_pct", self.crop_pct, pct, f"a number from {MIN_CROP:g} to {1 / MIN_CROP:g}")
         _check("crop_mode", self.crop_mode, self.crop_mode in CROP_MODES, f"one of {CROP_MODES}")
 
     @property
@@ -132,7 +136,7 @@ def _per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30  # NaN is not
 
 
 def _is_tuple_of(values: object, kind: type, length: int) -> bool:
@@ -143,4 +147,4 @@ def _is_tuple_of(values: object, kind: type, length: int) -> bool:
 
 def _check(key: str, value: object, valid: bool, expected: str) -> None:
     if not valid:
-        raise DataError(f"preprocessing: '{key}' must be {expected}, got {value!r}")
+        raise DataError(f"preprocessing: '{key}' must be {expected}, got {shown(value)}")

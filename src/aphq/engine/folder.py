@@ -15,16 +15,27 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from torch import Tensor
 
-from aphq.engine.files import write_json, write_tensors, write_text
+from aphq.engine.files import (
+    UnreadableError,
+    discard_leftovers,
+    read_json,
+    read_sealed,
+    write_json,
+    write_sealed,
+    write_text,
+)
 from aphq.errors import RunError
 from aphq.recipe import Recipe, differences
 
+EVENTS = "events.jsonl"
 SAMPLE, SAMPLE_IMAGES = "sample.safetensors", 16
+LONGEST = 1000  # characters of what differs
 NOT_IDENTITY = ("aphq",)  # may differ between the start and the continuation
 
 
@@ -37,13 +48,20 @@ class RunFolder:
         self._lock: IO[str] | None = None
         if path is not None and writes:
             try:
+                os.fspath(path).encode()  # the library that writes tensors knows no other names
                 path.mkdir(parents=True, exist_ok=True)
                 if not (path / "run.json").exists():
                     _refuse_foreign(path)
                 self._lock = open(path / ".lock", "w")  # noqa: SIM115
-            except OSError as problem:
+            except (OSError, ValueError) as problem:
                 raise RunError(f"cannot use {path} as a run folder: {problem}") from None
             _hold(self._lock, path)
+            try:
+                discard_leftovers(path)
+                _end_last_line(path / EVENTS)
+            except OSError as problem:
+                self.close()
+                raise RunError(f"cannot use {path} as a run folder: {problem}") from None
 
     def close(self) -> None:
         if self._lock is not None:
@@ -59,16 +77,16 @@ class RunFolder:
             write_json(record, identity)
             return False
         try:
-            earlier = json.loads(record.read_text(encoding="utf-8"))
+            earlier = read_json(record)
             if not isinstance(earlier, dict):
-                raise ValueError("not a JSON object")
-        except (OSError, ValueError) as problem:
+                raise UnreadableError("not a JSON object")
+        except UnreadableError as problem:
             raise RunError(f"{record} is damaged ({problem}); remove the folder or choose another") from None
         before, now = ({k: v for k, v in i.items() if k not in NOT_IDENTITY} for i in (earlier, identity))
         changed = differences(before, now)
         if changed:
             raise RunError(
-                f"{self.path} holds a run with other settings; changed: {'; '.join(changed)}. "
+                f"{self.path} holds a run with other settings; changed: {'; '.join(changed)[:LONGEST]}. "
                 "Repeat the earlier settings to go on, or choose another folder"
             )
         return True
@@ -76,15 +94,18 @@ class RunFolder:
     def event(self, kind: str, **values: Any) -> None:
         if self.path is not None and self.writes:
             line = json.dumps({"time": round(time.time(), 3), "event": kind, **values})
+            file = self.path / EVENTS
             try:
-                with open(self.path / "events.jsonl", "a", encoding="utf-8") as handle:
+                with open(file, "a", encoding="utf-8") as handle:
                     handle.write(line + "\n")
             except OSError as problem:
+                with suppress(OSError):
+                    _end_last_line(file)  # a full disk takes half a line
                 raise RunError(f"cannot write to {self.path}: {problem}; finished units are intact") from None
 
     def save(self, stage: str, unit: str, tensors: Mapping[str, Tensor]) -> None:
         if self.writes:
-            write_tensors(self._checkpoint(stage, unit), tensors)
+            write_sealed(self._checkpoint(stage, unit), tensors)
 
     def has(self, stage: str, unit: str) -> bool:
         return self.path is not None and self._checkpoint(stage, unit).exists()
@@ -93,20 +114,17 @@ class RunFolder:
         """What `save` kept, or None."""
         if not self.has(stage, unit):
             return None
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
         path = self._checkpoint(stage, unit)
         try:
-            return load_file(path)
-        except (SafetensorError, OSError, ValueError) as problem:
+            return read_sealed(path)
+        except UnreadableError as problem:
             raise RunError(f"the checkpoint {path} is damaged ({problem}); remove it to redo that unit") from None
 
     def earlier_result(self) -> dict[str, Any]:
         """What `write_result` kept when the run was finished before; empty if it was not, or cannot be read."""
         try:
-            found = json.loads((self.path / "result.json").read_text(encoding="utf-8")) if self.path else {}
-        except (OSError, ValueError):
+            found = read_json(self.path / "result.json") if self.path else {}
+        except UnreadableError:
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -117,20 +135,17 @@ class RunFolder:
     def keep_sample(self, images: Tensor) -> None:
         """Keep the first calibration images."""
         if self.path is not None and self.writes:
-            write_tensors(self.path / SAMPLE, {"images": images[:SAMPLE_IMAGES]})
+            write_sealed(self.path / SAMPLE, {"images": images[:SAMPLE_IMAGES]})
 
     @staticmethod
     def sample_in(path: Path) -> Tensor | None:
         """What `keep_sample` kept: uint8 pixels, or floats that are normalised already."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
         file = path / SAMPLE
         if not file.is_file():
             return None
         try:
-            return load_file(file)["images"]
-        except (SafetensorError, OSError, ValueError, KeyError) as problem:
+            return read_sealed(file)["images"]
+        except (UnreadableError, KeyError) as problem:
             raise RunError(f"{file} is damaged ({problem}); remove it and pass images with --data") from None
 
     def drop_checkpoints(self) -> None:
@@ -152,6 +167,17 @@ def _hold(lock: IO[str], path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise RunError(f"another process is working in {path}; wait for it or choose another folder") from None
+
+
+def _end_last_line(file: Path) -> None:
+    """Drop what a process that died, or a full disk, left of a line."""
+    if not file.exists():
+        return
+    with open(file, "rb+") as handle:
+        content = handle.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            handle.truncate(whole)
 
 
 def _refuse_foreign(path: Path) -> None:

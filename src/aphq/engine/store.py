@@ -108,11 +108,17 @@ class Store:
 
 @torch.no_grad()
 def push(
-    step: Callable[[Tensor], Tensor], source: Rows, store: Store, batch: int, ranks: Ranks | None = None
+    step: Callable[[Tensor], Tensor],
+    source: Rows,
+    store: Store,
+    batch: int,
+    ranks: Ranks | None = None,
+    name: str = "",
 ) -> Activations:
     """`step` applied to every row, batch by batch, into the store; several processes do it together."""
     ranks = ranks or Ranks()
     target: Activations | None = None
+    finite: Tensor | None = None  # stays on the device until the end: reading it would wait for every batch
     for number, start in enumerate(range(0, len(source), batch)):
         if number > 0 and not ranks.owns(number):
             continue  # everyone does the first, which tells the shape
@@ -120,7 +126,11 @@ def push(
         if target is None:
             target = store.allocate((len(source), *out.shape[1:]))
         target.data[start : start + len(out)].copy_(out)
+        finite = torch.isfinite(out).all() if finite is None else finite & torch.isfinite(out).all()
     assert target is not None, "a calibration set is never empty"
+    if finite is not None and not finite:
+        where = f" in {name}" if name else ""
+        raise RunError(f"NaN or infinite activations{where}: look for images or weights with extreme values")
     if ranks.count > 1:
         for number, start in enumerate(range(0, len(source), batch)):
             part = target.data[start : start + batch]

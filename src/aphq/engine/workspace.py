@@ -161,12 +161,12 @@ class Workspace:
             teacher_in = push(lambda x: x, teacher_in, self.store, self.pass_batch)
         student_in = teacher_in
         for unit in self.units:
-            teacher_out = self.forward(self.teacher, unit.run, teacher_in)
+            teacher_out = self.forward(self.teacher, unit.run, teacher_in, unit.name)
             yield Visit(unit, teacher_in, teacher_out, student_in)
             if unit is self.units[-1]:
                 return
-            student_in = self.forward(self.student, whole(unit), student_in)
-            teacher_in = self.forward(self.teacher, unit.bridge, teacher_out)
+            student_in = self.forward(self.student, whole(unit), student_in, f"{unit.name}, quantized")
+            teacher_in = self.forward(self.teacher, unit.bridge, teacher_out, unit.name)
 
     def walk_one(self, model: nn.Module, images: Rows | None = None) -> Iterator[tuple[Unit, Rows]]:
         """(unit, its input) along one model."""
@@ -174,14 +174,14 @@ class Workspace:
         for unit in self.units:
             yield unit, rows
             if unit is not self.units[-1]:
-                rows = self.forward(model, whole(unit), rows)
+                rows = self.forward(model, whole(unit), rows, unit.name)
 
-    def forward(self, model: nn.Module, step: Step, rows: Rows) -> Rows:
+    def forward(self, model: nn.Module, step: Step, rows: Rows, name: str = "") -> Rows:
         if step is unchanged:
             return rows
         if self.images.ragged:
             return push_ragged(lambda x: step(model, x), rows, self.store)
-        return push(lambda x: step(model, x), rows, self.store, self.pass_batch, self.ranks)
+        return push(lambda x: step(model, x), rows, self.store, self.pass_batch, self.ranks, name)
 
     def passes(self, rows: Rows, count: int) -> Iterator[Value]:
         """The first `count` rows: all at once, or one by one where their sizes differ."""

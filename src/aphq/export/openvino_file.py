@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from aphq.engine.files import write_atomically
+from aphq.engine.files import write_together
 from aphq.export.onnx_file import build, literal
 from aphq.export.registry import Draft, Options, register
 from aphq.extras import require
@@ -42,6 +42,5 @@ def _write(openvino: Any, graph: Any, path: Path, metadata: dict[str, str]) -> l
         openvino.save_model(graph, draft, compress_to_fp16=False)  # half precision would be another model
         # the weights first: a graph without them is worse than weights without a graph
         files = [path.with_suffix(".bin"), path]
-        for file in files:
-            write_atomically(file, partial(shutil.copyfile, draft.with_suffix(file.suffix)))
+        write_together({file: partial(shutil.copyfile, draft.with_suffix(file.suffix)) for file in files})
     return files[::-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,8 @@ def _predict(module: Any, batch: int | None, images: Tensor) -> Tensor:
 
 
 def _write(program: torch.export.ExportedProgram, path: Path, metadata: dict[str, str]) -> list[Path]:
-    def save(temporary: Path) -> None:
-        with open(temporary, "wb") as handle:
-            torch.export.save(program, handle, extra_files=dict(metadata))
-
-    write_atomically(path, save)
+    # Into memory first: where a disk is full, torch's own writer ends the whole process when it is cleaned up.
+    content = io.BytesIO()
+    torch.export.save(program, content, extra_files=dict(metadata))
+    write_atomically(path, lambda temporary: temporary.write_bytes(content.getbuffer()))
     return [path]

@@ -4,8 +4,14 @@ transformers wrote, a detector, or a module the caller has."""
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-from collections.abc import Mapping
+import logging
+import os
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +24,11 @@ from aphq.models.architecture import Architecture
 from aphq.models.detection.config import DETECTORS
 from aphq.typed import nearest
 
+log = logging.getLogger(__name__)
 CLASSIFIERS = ("head.weight", "head.fc.weight", "heads.head.weight")  # ViT, Swin, torchvision's ViT: rows are classes
 TIMM_SOURCES = ("hf_hub:", "hf-hub:", "local-dir:")  # timm's own ways to name a place
+HASH = re.compile(r"-([0-9a-f]{8,64})\.[a-z]+$")  # torch hub's and MMDetection's habit
+FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's own switch, stronger than what a caller says
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")  # keys under which trainers keep the weights
 
 
@@ -68,10 +77,15 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if not path.is_file():
-        raise ModelError(f"there is no weights file {path}")
     try:
-        found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        there = path.is_file()
+    except (OSError, ValueError):  # a name that no disk can have
+        there = False
+    if not there:
+        raise ModelError(f"there is no weights file {path}")
+    check_name(path)
+    try:
+        found = load_file(path) if path.suffix == ".safetensors" else _load_pickle(path)
     except (SafetensorError, OSError, ValueError, RuntimeError, EOFError) as problem:
         raise ModelError(f"cannot read the weights in {path}: {_first_line(problem)}") from None
     except Exception as problem:  # the unpickler's own errors have no common base
@@ -85,6 +99,30 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     if not isinstance(found, Mapping) or not found or not all(isinstance(v, Tensor) for v in found.values()):
         raise ModelError(f"{path} does not hold a state_dict (a mapping of names to tensors)")
     return {k.removeprefix("module."): v.float() if v.is_floating_point() else v for k, v in found.items()}
+
+
+def _load_pickle(path: Path) -> Any:
+    """Tensors alone. A plain pickle (of torch before 1.6) is read from memory: a forged length in it would otherwise
+    have as much memory set aside as it says."""
+    if zipfile.is_zipfile(path):
+        return torch.load(path, "cpu", weights_only=True)
+    return torch.load(io.BytesIO(path.read_bytes()), "cpu", weights_only=True)
+
+
+def check_name(path: Path) -> None:
+    """Published files often carry the start of their sha256 in their name, as in `deit_small-cd65a155.pth`."""
+    match = HASH.search(path.name)
+    if match is None:
+        return
+    with open(path, "rb") as handle:
+        found = hashlib.file_digest(handle, "sha256").hexdigest()
+    if found.startswith(match[1]):
+        return
+    words = f"{path} has the hash {match[1]} in its name, and its sha256 starts with {found[: len(match[1])]}"
+    if match[1].isdecimal():
+        log.warning("%s: damaged, unless the number is a date or a count", words)
+        return
+    raise ModelError(f"{words}: the download is damaged or was changed; get it again, or rename it if you made it")
 
 
 def model_fingerprint(model: nn.Module, architecture: Architecture) -> str:
@@ -131,7 +169,8 @@ def _from_torchvision(
 
 def _from_hub(name: str, num_classes: int | None, arguments: dict[str, Any]) -> nn.Module:
     try:
-        return _create(name, num_classes, arguments, pretrained=True).eval()
+        with _careful_downloads():
+            return _create(name, num_classes, arguments, pretrained=True).eval()
     except ModelError:
         raise
     except Exception as problem:  # whatever the hub client raises: no network, no such weights, no disk
@@ -139,6 +178,25 @@ def _from_hub(name: str, num_classes: int | None, arguments: dict[str, Any]) -> 
             f"cannot get pretrained weights for {name!r} ({type(problem).__name__}); "
             "check the network, or pass a local file with --weights"
         ) from None
+
+
+@contextmanager
+def _careful_downloads() -> Iterator[None]:
+    """Hashes in the addresses of files are checked, and pickles read as tensors alone, whichever version timm has."""
+    import timm.models
+
+    switch = getattr(timm.models, "set_pretrained_check_hash", None)
+    before = os.environ.get(FORCE)
+    os.environ[FORCE] = "1"
+    if switch is not None:
+        switch(True)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(FORCE, None)
+        else:
+            os.environ[FORCE] = before
 
 
 def _create(name: str, num_classes: int | None, arguments: dict[str, Any], pretrained: bool) -> nn.Module:

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from aphq import __version__
 from aphq.engine.files import write_text
 from aphq.engine.progress import clock
-from aphq.errors import RunError
+from aphq.errors import AphqError, RunError, describe
 from aphq.recipe import differences
 from aphq.report import figures
 from aphq.report.run_data import RunData, read_run
@@ -24,13 +24,29 @@ def write_report(runs: Sequence[str | Path], out: str | Path | None = None) -> P
     """The report of one run, by default into its folder, or of several, by default beside the first."""
     if not runs:
         raise RunError("a report needs at least one run folder")
-    read = [read_run(run) for run in runs]
+    read = [_read(run) for run in runs]
     if out is None:
         first = read[0].path
         out = first / REPORT if len(read) == 1 else first.resolve().parent / f"comparison-{len(read)}-runs.html"
     target = Path(out)
-    write_text(target, report_page(read[0]) if len(read) == 1 else comparison_page(read))
+    try:
+        page = report_page(read[0]) if len(read) == 1 else comparison_page(read)
+    except AphqError:
+        raise
+    except Exception as problem:  # values of any kind may stand in files that were damaged or edited
+        names = ", ".join(str(run.path) for run in read)
+        raise RunError(f"the events or measurements in {names} are damaged ({describe(problem)})") from None
+    write_text(target, page)
     return target
+
+
+def _read(run: str | Path) -> RunData:
+    try:
+        return read_run(run)
+    except AphqError:
+        raise
+    except Exception as problem:
+        raise RunError(f"the events or measurements in {run} are damaged ({describe(problem)})") from None
 
 
 def report_page(run: RunData) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from aphq.artifact.loading import info_from, load, read_config
 from aphq.artifact.saving import CONFIG
+from aphq.engine.files import UnreadableError, read_json
 from aphq.errors import RunError
 from aphq.models.coverage import Coverage, coverage
 from aphq.recipe import Recipe
@@ -192,8 +193,8 @@ def loss_curves(events: list[dict[str, Any]]) -> tuple[LossCurve, ...]:
 
 def _read_object(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as problem:
+        found = read_json(file)
+    except UnreadableError as problem:
         raise RunError(f"{file} is damaged: {problem}") from None
     if not isinstance(found, dict):
         raise RunError(f"{file} is damaged: not a JSON object")
