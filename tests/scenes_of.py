@@ -44,7 +44,7 @@ def scene_workspace(teacher: nn.Module, recipe: Recipe | None = None) -> Workspa
     """What `aphq.quantize` hands to the stages, without a run folder."""
     device = torch.device("cpu")
     architecture = architecture_of(teacher)
-    task = task_of(architecture)
+    task = task_of(architecture, teacher)
     recipe = task.adapt(recipe or short_recipe())
     units = architecture.units(teacher)
     return Workspace(
