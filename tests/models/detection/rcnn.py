@@ -68,6 +68,14 @@ def rcnn(masks: bool = True, second: bool = False, **changes: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
+def rcnn_builder(*, weights: Any = None, weights_backbone: Any = "fetched", **options: Any) -> Any:
+    """Like torchvision's builders, which without `weights_backbone=None` fetch some."""
+    assert weights is None, "no network"
+    assert weights_backbone is None, "no network"
+    assert options.pop("num_classes", OUTPUTS) == OUTPUTS
+    return rcnn(**options)
+
+
 def photo(height: int, width: int) -> Tensor:
     """uint8 [3, height, width], smooth."""
     coarse = torch.rand(1, 3, 5, 6, generator=torch.Generator().manual_seed(height + width))

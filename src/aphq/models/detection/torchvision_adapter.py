@@ -137,7 +137,7 @@ class TorchvisionRcnn(DetectionArchitecture):
         return model.eval()
 
     def num_classes(self, model: Any) -> int:
-        return len(model.roi_heads.box_predictor.cls_score.weight) - 1
+        return len(model.roi_heads.box_predictor.cls_score.bias) - 1  # rows of an integer weight may be filled up
 
     def scenes(self, model: Any) -> ScenePreprocessing:
         transform = model.transform
@@ -166,16 +166,18 @@ class TorchvisionRcnn(DetectionArchitecture):
 def settle(model: Any) -> None:
     """Tell the poolings their scales. By itself each infers them from the first image it gets, and a small one with
     much padding may mislead it for good."""
+    heads = model.roi_heads
+    pools = [p for p in (heads.box_roi_pool, heads.mask_roi_pool) if p is not None and p.scales is None]
+    if not pools:
+        return
     body = Body.of(model.backbone.body)
     strides = dict(zip(body.returned.values(), body.strides(), strict=True))
     strides["pool"] = 2 * list(strides.values())[-1]
-    heads = model.roi_heads
-    for pool in (heads.box_roi_pool, heads.mask_roi_pool):
-        if pool is not None and pool.scales is None:
-            read = [stride for name, stride in strides.items() if name in pool.featmap_names]
-            pool.scales = [1 / stride for stride in read]
-            ends = (int(math.log2(read[0])), int(math.log2(read[-1])))
-            pool.map_levels = initLevelMapper(*ends, pool.canonical_scale, pool.canonical_level)
+    for pool in pools:
+        read = [stride for name, stride in strides.items() if name in pool.featmap_names]
+        pool.scales = [1 / stride for stride in read]
+        ends = (int(math.log2(read[0])), int(math.log2(read[-1])))
+        pool.map_levels = initLevelMapper(*ends, pool.canonical_scale, pool.canonical_level)
 
 
 def _layers(body: Any) -> list[tuple[str, Any]]:
