@@ -10,12 +10,14 @@ from torchvision.models.detection import FasterRCNN, MaskRCNN
 from torchvision.models.detection.backbone_utils import BackboneWithFPN
 from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
-from torchvision.models.detection.rpn import RPNHead
+from torchvision.models.detection.rpn import AnchorGenerator, RPNHead
 from torchvision.models.resnet import BasicBlock, Bottleneck
-from torchvision.ops import FrozenBatchNorm2d
+from torchvision.ops import FrozenBatchNorm2d, MultiScaleRoIAlign
 
 Frozen = partial(FrozenBatchNorm2d, eps=0.0)  # as torchvision's published weights want it
 WIDTH, OUTPUTS = 8, 4
+WIDTHS = {"layer1": 16, "layer2": 8, "layer3": 12, "layer4": 16}
+EVERY = {name: str(number) for number, name in enumerate(WIDTHS)}
 
 
 def body(norm: Any) -> nn.Module:
@@ -35,13 +37,13 @@ def body(norm: Any) -> nn.Module:
     return nn.Sequential(parts | {f"layer{n + 1}": nn.Sequential(*blocks) for n, blocks in enumerate(layers)})
 
 
-def backbone(norm: Any = nn.BatchNorm2d, pyramid_norm: Any = None, **options: Any) -> BackboneWithFPN:
-    returned = {f"layer{n + 1}": str(n) for n in range(4)}
-    return BackboneWithFPN(body(norm), returned, [16, 8, 12, 16], WIDTH, norm_layer=pyramid_norm, **options)
+def backbone(norm: Any, pyramid_norm: Any, returned: dict[str, str]) -> BackboneWithFPN:
+    widths = [width for name, width in WIDTHS.items() if name in returned]
+    return BackboneWithFPN(body(norm), returned, widths, WIDTH, norm_layer=pyramid_norm)
 
 
 @torch.no_grad()
-def rcnn(masks: bool = True, second: bool = False, **changes: Any) -> Any:
+def rcnn(masks: bool = True, second: bool = False, returned: dict[str, str] | None = None, **changes: Any) -> Any:
     """Untrained, but it finds things. `second`: with the parts of torchvision's second version."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -55,7 +57,11 @@ def rcnn(masks: bool = True, second: bool = False, **changes: Any) -> Any:
             parts["mask_head"] = MaskRCNNHeads(WIDTH, [8, 6], 1, norm_layer=nn.BatchNorm2d if second else None)
             parts["mask_predictor"] = MaskRCNNPredictor(6, 5, OUTPUTS)
         parts["box_predictor"] = FastRCNNPredictor(16, OUTPUTS)
-        trunk = backbone(norm, nn.BatchNorm2d if second else None)
+        trunk = backbone(norm, nn.BatchNorm2d if second else None, dict(returned or EVERY))
+        if returned:
+            names = [name for layer, name in sorted(returned.items())]
+            parts["box_roi_pool"] = MultiScaleRoIAlign(names, 7, 2)
+            parts["rpn_anchor_generator"] = AnchorGenerator(((16,), (32,), (64,)), ((0.5, 1.0, 2.0),) * 3)
         model: Any = (MaskRCNN if masks else FasterRCNN)(trunk, **{**parts, **changes})
         for name, tensor in model.state_dict().items():
             if name.endswith("running_var"):

@@ -71,6 +71,22 @@ def test_the_chain_is_the_detector(kind: str) -> None:
         assert torch.equal(found[name], x), name
 
 
+def test_layers_may_be_named_in_any_order_and_some_left_out() -> None:
+    """Maps come in the order in which the body makes them, whatever the order of their names."""
+    model = rcnn(masks=False, returned={"layer4": "coarse", "layer2": "fine"})
+    architecture = architecture_of(model)
+    family, image = family_of(model), torch.randn(1, 3, 64, 96, generator=torch.Generator().manual_seed(0))
+    known = family.regions_of(model, image, (64, 96))
+    assert model.roi_heads.box_roi_pool.scales == [1 / 8, 1 / 32]
+    found = run_units(model, architecture.units(model), {"image": image, **known})
+    logits, _ = model.rpn.head(list(model.backbone(image).values()))
+    assert torch.equal(found["rpn.cls"], torch.cat([flatten_anchors(x, 1)[:, 0] for x in logits]))
+    again: Any = architecture.build(json.loads(json.dumps(architecture.describe(model)))).eval()
+    again.load_state_dict(model.state_dict())
+    size = (64, 96)
+    assert torch.equal(family.detect(again, image, size, size).boxes, family.detect(model, image, size, size).boxes)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [(64, 96), (96, 64)])
 def test_what_is_found_is_what_torchvision_finds(kind: str, size: tuple[int, int]) -> None:

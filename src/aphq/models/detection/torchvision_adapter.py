@@ -37,7 +37,7 @@ from aphq.models.detection.detector import Detections, Size
 from aphq.models.detection.family import DetectionArchitecture
 from aphq.models.detection.rpn import flatten_anchors
 from aphq.models.detection.torchvision_checkpoint import fill
-from aphq.models.detection.torchvision_config import STEM, Body, RcnnConfig
+from aphq.models.detection.torchvision_config import STEM, Body, RcnnConfig, returned_maps
 from aphq.models.loading import read_checkpoint
 from aphq.models.timm_parts import require_type
 
@@ -92,10 +92,11 @@ class TorchvisionRcnn(DetectionArchitecture):
 
     def units(self, model: Any) -> tuple[Unit, ...]:
         body = model.backbone.body
-        maps = list(body.return_layers.values())
+        returned = returned_maps(body)
+        maps = list(returned.values())
         units = [_stem_unit("maxpool" if "maxpool" in body else "relu")]
         for layer, blocks in _layers(body):
-            kept = body.return_layers.get(layer)
+            kept = returned.get(layer)
             for number in range(len(blocks)):
                 last = number + 1 == len(blocks)
                 bridge = _keep(kept, ends=kept == maps[-1]) if last and kept is not None else unchanged

@@ -85,6 +85,11 @@ class Block:
         return block(self.inputs, self.planes, self.stride, beside, dilation=self.dilation, norm_layer=make, **wide)
 
 
+def returned_maps(body: Any) -> dict[str, str]:
+    """Name of a layer -> name of its map, in the order in which they are made."""
+    return {name: str(body.return_layers[name]) for name, _ in body.named_children() if name in body.return_layers}
+
+
 @dataclass(frozen=True)
 class Body:
     """A ResNet up to the last layer that is read."""
@@ -112,7 +117,7 @@ class Body:
             stem.stride[0],
             "maxpool" in body,
             tuple(tuple(Block.of(block) for block in layer) for layer in layers),
-            {str(layer): str(name) for layer, name in body.return_layers.items()},
+            returned_maps(body),
             norm,
         )
 
