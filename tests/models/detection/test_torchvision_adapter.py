@@ -163,6 +163,21 @@ def test_description_builds_an_equal_detector(kind: str) -> None:
     assert torch.equal(found.scores, expected.scores)
 
 
+def test_descriptions_that_make_no_sense_are_refused() -> None:
+    architecture = architecture_of(rcnn())
+    for place, key, value in (
+        ("proposals", "convolutions", 10**9),
+        ("body", "layers", []),
+        ("body", "channels", -1),
+        ("boxes", "linears", []),
+        ("masks", "pool", "what"),
+    ):
+        description = architecture.describe(rcnn())
+        description[place][key] = value
+        with pytest.raises(ModelError):
+            architecture.build(description)
+
+
 @pytest.mark.parametrize("name", ["maskrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn_v2", "fasterrcnn_resnet50_fpn"])
 def test_torchvisions_own_detectors_are_described(name: str) -> None:
     with torch.device("meta"):

@@ -27,6 +27,7 @@ from aphq.typed import TypedError, from_plain, to_plain
 NORMS: dict[str, type[nn.Module]] = {"batch": nn.BatchNorm2d, "frozen": FrozenBatchNorm2d}
 BLOCKS: dict[str, type[BasicBlock | Bottleneck]] = {"basic": BasicBlock, "bottleneck": Bottleneck}
 STEM = ("conv1", "bn1", "relu")  # then perhaps `maxpool`, then layer1, layer2, ...
+MOST_CONVOLUTIONS = 64
 Weights4 = tuple[float, float, float, float]
 
 
@@ -177,6 +178,10 @@ class Proposals:
     after: int
     iou: float
     score: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.convolutions <= MOST_CONVOLUTIONS:  # a number from a file, which a loop would follow
+            raise ModelError(f"a proposal head has up to {MOST_CONVOLUTIONS} convolutions, not {self.convolutions}")
 
     @classmethod
     def of(cls, rpn: Any) -> Proposals:
