@@ -18,7 +18,8 @@ def drawn(image: Image.Image, found: Detections, names: Sequence[str], title: st
     """A copy of the image with everything that was found, under a bar with the title; the best on top."""
     pixels = np.array(image.convert("RGB"), dtype=np.float32)
     colours = [colour_of(label) for label in found.labels.tolist()]
-    for mask, colour in reversed(list(zip(found.masks.cpu().numpy(), colours, strict=True))):
+    masks = [] if found.masks is None else list(zip(found.masks.cpu().numpy(), colours, strict=True))
+    for mask, colour in reversed(masks):
         pixels[mask] = (1 - TINT) * pixels[mask] + TINT * np.array(colour, dtype=np.float32)
     out = Image.new("RGB", (image.width, image.height + BAR), "white")
     out.paste(Image.fromarray(pixels.round().astype(np.uint8)), (0, BAR))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from aphq.data.coco import open_coco
+from aphq.data.coco import class_names, open_coco
 from aphq.errors import DataError
 
 from ..coco_set import SIZES, write
@@ -51,6 +51,29 @@ def test_an_image_of_another_size_is_refused(coco: tuple[Path, Path]) -> None:
 def test_other_classes_than_the_models_are_refused(coco: tuple[Path, Path]) -> None:
     with pytest.raises(DataError, match="3 categories, the model 80 classes"):
         open_coco(*coco).check_classes(80)
+    with pytest.raises(DataError, match="3 categories, the model 8 classes"):
+        open_coco(*coco).class_ids(8, by_id=True)  # 9 is among the ids
+
+
+def test_classes_are_counted_by_rank_or_by_id(coco: tuple[Path, Path]) -> None:
+    """torchvision's published detectors have an output for every id of COCO, used or not."""
+    data = open_coco(*coco)
+    assert data.class_ids(3) == data.class_ids(3, by_id=True) == (3, 7, 9)
+    assert data.class_ids(9, by_id=True) == (1, 2, 3, 4, 5, 6, 7, 8, 9)
+    assert class_names(coco[0], 3, by_id=True) == ("car", "tree", "lake")
+    assert class_names(coco[0], 9, by_id=True) == ("1", "2", "car", "4", "5", "6", "tree", "8", "lake")
+    with pytest.raises(DataError, match="3 categories, the model 9 classes"):
+        class_names(coco[0], 9)
+
+
+def test_names_of_cocos_ids_are_torchvisions() -> None:
+    from torchvision.models.detection import MaskRCNN_ResNet50_FPN_Weights
+
+    theirs = MaskRCNN_ResNet50_FPN_Weights.COCO_V1.meta["categories"][1:]
+    ours = class_names(None, 90, by_id=True)
+    assert [name for name in ours if not name.isdecimal()] == [name for name in theirs if name != "N/A"]
+    assert [i for i, name in enumerate(ours) if name.isdecimal()] == [i for i, n in enumerate(theirs) if n == "N/A"]
+    assert class_names(None, 90)[0] == "0"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import torchvision.models._api as torchvision_models
 import transformers
 from PIL import Image
 from safetensors.torch import save_file
@@ -33,6 +34,7 @@ from aphq.tasks import TASKS
 from ..coco_set import write as write_coco
 from ..conftest import scramble
 from ..models.detection.nets import TINY, detector
+from ..models.detection.rcnn import rcnn, rcnn_builder
 from ..runs import pixels, shortened
 from ..scenes_of import RULES, pictures
 from .blocks import ROOT, Block
@@ -68,6 +70,7 @@ def shrink(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(presets, "_stages", short)
     patch.setattr(architecture, "_REGISTRY", list(architecture._REGISTRY))  # examples add adapters to it
     patch.setattr(type(TASKS["detection"]), "preprocessing_of", lambda *_: RULES)
+    patch.setitem(torchvision_models.BUILTIN_MODELS, "maskrcnn_resnet50_fpn", rcnn_builder)
     for name, config in list(DETECTORS.items()):
         patch.setitem(DETECTORS, name, DetectorConfig.from_dict({**TINY, "kind": config.kind}))
 
@@ -89,6 +92,7 @@ def furnish_for_detectors(folder: Path) -> None:
     for name in ("mask_rcnn_swin_tiny.pth", "checkpoint.pth"):
         torch.save({"state_dict": dict(detector().state_dict())}, folder / name)
     torch.save({"state_dict": dict(detector("cascade_mask_rcnn").state_dict())}, folder / "cascade.pth")
+    torch.save(rcnn().state_dict(), folder / "maskrcnn.pth")
     (folder / "train2017").mkdir()
     for number, picture in enumerate(pictures()):
         Image.fromarray(picture.permute(1, 2, 0).numpy()).save(folder / "train2017" / f"{number}.png")

@@ -80,12 +80,12 @@ def test_opening_the_attention_changes_no_bit(variant: Any) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_a_detector_without_adapter_is_refused_by_the_module_it_stops_at() -> None:
-    from torchvision.models.detection import maskrcnn_resnet50_fpn
+def test_a_model_without_adapter_is_refused_by_the_module_it_stops_at() -> None:
+    from torchvision.models.segmentation import fcn_resnet50
 
     with torch.device("meta"):
-        model = maskrcnn_resnet50_fpn(weights=None, weights_backbone=None)
-    with pytest.raises(ModelError, match=r"a MaskRCNN \(no adapter knows its module 'backbone.body' of class Inter"):
+        model = fcn_resnet50(weights=None, weights_backbone=None)
+    with pytest.raises(ModelError, match=r"a FCN \(no adapter knows its module 'backbone' of class Inter"):
         architecture_of(model)
 
 

@@ -6,13 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import aphq
+from aphq.data.scenes import ScenePreprocessing
 from aphq.errors import ArtifactError
+from aphq.evaluation.coco import detect
+from aphq.models.detection.family import family_of
 from aphq.runtimes.int8 import Int8Linear, Int8Patches, to_int8
 
 from ..export.exports import calibrated, normalised, relative, small_run
+from ..models.detection.rcnn import photo, rcnn
+from ..scenes_of import pictures, short_recipe
 
 
 @pytest.mark.parametrize("bits", ["w8a8", "w4a8", "w4a4", "w3a3"])
@@ -45,6 +51,21 @@ def test_what_stays_in_float_is_noted(tiny_vit: nn.Module, caplog: pytest.LogCap
         found = to_int8(model)
     assert "still in float: head" in caplog.text
     assert relative(found(images), expected) < 1e-4
+
+
+def test_a_transposed_convolution_is_no_linear_layer(caplog: pytest.LogCaptureFixture) -> None:
+    """It stays as it is, and a detector with integers finds what the simulated one finds."""
+    model = aphq.quantize(rcnn(), short_recipe("w8a8", "fast"), pictures(), device="cpu").model
+    with caplog.at_level(logging.WARNING):
+        integer = to_int8(copy.deepcopy(model))
+    assert "roi_heads.mask_predictor.conv5_mask" in caplog.text
+    image, rules = Image.fromarray(photo(70, 90).permute(1, 2, 0).numpy()), ScenePreprocessing(64, 96)
+    found, expected = (detect(m, image, rules) for m in (integer, model))
+    assert family_of(integer).num_classes(integer) == family_of(model).num_classes(model) == 3
+    torch.testing.assert_close(found.boxes, expected.boxes, rtol=0, atol=0.1)
+    assert found.masks is not None
+    assert expected.masks is not None
+    assert (found.masks != expected.masks).float().mean() < 1e-2
 
 
 def test_load_says_how_to_run(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def quantize(
             progress=progress,
         )
     if is_first_process():
-        remember_source(out, model, weights, arguments)
+        remember_source(out, model, loaded, weights, arguments)
         _say(run.to_dict() if as_json else run.summary())
 
 

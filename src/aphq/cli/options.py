@@ -69,15 +69,19 @@ def labels_from(val: Path | None, coco: Path | None, images: Path | None) -> Any
 
 def scene_rules(model: Any, short_side: int | None) -> ScenePreprocessing | None:
     """How a detector's images are resized, if not as usual: the long side is limited in proportion."""
-    from aphq.data.scenes import ScenePreprocessing
+    from dataclasses import replace
+
     from aphq.models.architecture import architecture_of
+    from aphq.models.detection.family import DetectionArchitecture
 
     if short_side is None:
         return None
-    if architecture_of(model).task != "detection":
+    family = architecture_of(model)
+    if not isinstance(family, DetectionArchitecture):
         raise RecipeError("--short-side is for detectors; a classifier has one size, see --model-arg img_size=...")
-    usual = ScenePreprocessing()
-    return ScenePreprocessing(short_side, round(short_side * usual.longest / usual.shortest))
+    usual = family.scenes(model)
+    longest = max(short_side, round(short_side * usual.longest / usual.shortest))
+    return replace(usual, shortest=short_side, longest=longest)
 
 
 def batch_size(text: str) -> int | None:

@@ -18,6 +18,7 @@ from aphq.engine.files import write_atomically
 from aphq.errors import DataError, ModelError
 from aphq.evaluation.coco import detect
 from aphq.models.detection import Detections
+from aphq.models.detection.family import family_of
 
 
 def predict_and_draw(
@@ -35,7 +36,8 @@ def predict_and_draw(
     original = float_model(run, info, weights)
     models = {"quantized": quantized} if original is None else {"float": original.to(target), "quantized": quantized}
     picture = open_images(image).open(0)
-    names = class_names(coco, int(quantized.num_classes))  # type: ignore[arg-type]
+    family = family_of(quantized)
+    names = class_names(coco, family.num_classes(quantized), family.numbered_by_id)
     found = {
         name: above(detect(model, picture, info.preprocessing, target), threshold) for name, model in models.items()
     }
@@ -47,17 +49,17 @@ def predict_and_draw(
 
 def above(found: Detections, threshold: float) -> Detections:
     kept = found.scores >= threshold
-    return Detections(found.boxes[kept], found.scores[kept], found.labels[kept], found.masks[kept])
+    masks = None if found.masks is None else found.masks[kept]
+    return Detections(found.boxes[kept], found.scores[kept], found.labels[kept], masks)
 
 
 def as_data(found: Detections, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    rows = zip(found.boxes.tolist(), found.scores.tolist(), found.labels.tolist(), found.masks, strict=True)
-    return [
-        {
-            "label": names[label],
-            "score": round(score, 4),
-            "box": [round(side, 2) for side in box],
-            "mask_pixels": int(mask.sum()),
-        }
-        for box, score, label, mask in rows
+    rows = zip(found.boxes.tolist(), found.scores.tolist(), found.labels.tolist(), strict=True)
+    objects: list[dict[str, Any]] = [
+        {"label": names[label], "score": round(score, 4), "box": [round(side, 2) for side in box]}
+        for box, score, label in rows
     ]
+    if found.masks is not None:
+        for thing, mask in zip(objects, found.masks, strict=True):
+            thing["mask_pixels"] = int(mask.sum())
+    return objects

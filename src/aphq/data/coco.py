@@ -1,6 +1,7 @@
 """COCO annotations and the folder of their images, checked against each other before anything is measured.
 
-Class i of a model is the i-th of the file's categories in the order of their ids. Images without annotations are part
+Class i of a model is the i-th of the file's categories in the order of their ids; some detectors (torchvision's) have a
+class for every id instead, with unused ones where COCO has gaps. Images without annotations are part
 of a COCO set (a detector must find nothing there) and are counted; everything that would falsify the measurement is
 refused, with the id of the annotation.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ COCO_NAMES = (
     "potted plant|bed|dining table|toilet|tv|laptop|mouse|remote|keyboard|cell phone|microwave|oven|toaster|sink|"
     "refrigerator|book|clock|vase|scissors|teddy bear|hair drier|toothbrush"
 )
+COCO_GAPS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # ids up to 90 that have no category
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,13 @@ class CocoData:
                 "give annotations with the categories it was trained on"
             )
 
+    def class_ids(self, num_classes: int, by_id: bool = False) -> tuple[int, ...]:
+        """The category of each class of a model; `by_id`: with more classes than categories, class i is id i + 1."""
+        if by_id and _are_numbers_of_classes(self.categories, num_classes):
+            return tuple(range(1, num_classes + 1))
+        self.check_classes(num_classes)
+        return self.categories
+
 
 def open_coco(annotations: str | Path, images: str | Path) -> CocoData:
     """Read a COCO instances file and find its images in a folder."""
@@ -90,15 +99,28 @@ def open_coco(annotations: str | Path, images: str | Path) -> CocoData:
     )
 
 
-def class_names(annotations: Path | None, num_classes: int) -> tuple[str, ...]:
-    """The names of a model's classes: those of an annotation file, COCO's if there are 80, else their numbers."""
-    if annotations is not None:
-        listed = sorted(_read(annotations)["categories"], key=lambda category: category["id"])
-        if len(listed) != num_classes:
-            raise DataError(f"'{annotations}' has {len(listed)} categories, the model {num_classes} classes")
-        return tuple(str(category.get("name", category["id"])) for category in listed)
-    names = tuple(COCO_NAMES.split("|"))
-    return names if num_classes == len(names) else tuple(str(number) for number in range(num_classes))
+def class_names(annotations: Path | None, num_classes: int, by_id: bool = False) -> tuple[str, ...]:
+    """The names of a model's classes: those of an annotation file, COCO's if there are 80, else their numbers; `by_id`
+    as in `CocoData.class_ids`."""
+    numbers = tuple(str(number) for number in range(num_classes))
+    if annotations is None:
+        names = COCO_NAMES.split("|")
+        if by_id and num_classes == len(names) + len(COCO_GAPS):
+            for gap in COCO_GAPS:
+                names.insert(gap - 1, str(gap))
+        return tuple(names) if num_classes == len(names) else numbers
+    listed = {int(c["id"]): str(c.get("name", c["id"])) for c in _read(annotations)["categories"]}
+    ids = sorted(listed)
+    if by_id and _are_numbers_of_classes(ids, num_classes):
+        return tuple(listed.get(number, str(number)) for number in range(1, num_classes + 1))
+    if len(ids) != num_classes:
+        raise DataError(f"'{annotations}' has {len(ids)} categories, the model {num_classes} classes")
+    return tuple(listed[number] for number in ids)
+
+
+def _are_numbers_of_classes(ids: Sequence[int], num_classes: int) -> bool:
+    """Whether sorted ids may be the numbers, from 1, of some of the classes."""
+    return 0 < len(ids) < num_classes and ids[0] >= 1 and ids[-1] <= num_classes
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,7 @@ class ScenePreprocessing:
     divisor: int = 32
     mean: tuple[float, ...] = IMAGENET_MEAN  # for pixels in 0-1
     std: tuple[float, ...] = IMAGENET_STD
+    rounding: Literal["nearest", "down"] = "nearest"  # of the sides after resizing; torchvision rounds down
 
     def __post_init__(self) -> None:
         if min(self.shortest, self.longest, self.divisor) < 1 or self.longest < self.shortest:
@@ -71,7 +72,7 @@ class ScenePreprocessing:
     def resized(self, size: tuple[int, int]) -> tuple[int, int]:
         """The size, (height, width), that an image of `size` is brought to."""
         factor = min(self.longest / max(size), self.shortest / min(size))
-        height, width = (max(1, int(side * factor + 0.5)) for side in size)
+        height, width = (max(1, int(side * factor + (0.5 if self.rounding == "nearest" else 0))) for side in size)
         return height, width
 
     def scene(self, image: Image.Image) -> Scene:

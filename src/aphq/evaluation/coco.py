@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from aphq.data.coco import CocoData, CocoImage
 from aphq.data.scenes import ScenePreprocessing
 from aphq.errors import DataError
 from aphq.models.detection.detector import Detections
+from aphq.models.detection.family import family_of
 
 Result = dict[str, Any]  # one detection in COCO's format for results
 MISSING = "measuring detectors needs faster-coco-eval: pip install 'aphq[detection]'"
@@ -42,23 +43,20 @@ class DetectionAccuracy:
     """Over `images` images, of which `unannotated` show nothing."""
 
     box: AveragePrecision
-    mask: AveragePrecision
+    mask: AveragePrecision | None  # None for a detector without masks
     images: int
     unannotated: int = 0
 
     def __str__(self) -> str:
-        parts = (f"{kind} AP {p.ap:.2f} (50: {p.ap50:.2f}, 75: {p.ap75:.2f})" for kind, p in self._kinds())
+        kinds = (("box", self.box), ("mask", self.mask))
+        parts = (f"{kind} AP {p.ap:.2f} (50: {p.ap50:.2f}, 75: {p.ap75:.2f})" for kind, p in kinds if p is not None)
         empty = f", {self.unannotated} without annotations" if self.unannotated else ""
         return f"{'  '.join(parts)}  ({self.images} images{empty})"
 
-    def _kinds(self) -> tuple[tuple[str, AveragePrecision], ...]:
-        return ("box", self.box), ("mask", self.mask)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DetectionAccuracy:
-        return cls(
-            AveragePrecision(**data["box"]), AveragePrecision(**data["mask"]), data["images"], data["unannotated"]
-        )
+        mask = None if data["mask"] is None else AveragePrecision(**data["mask"])
+        return cls(AveragePrecision(**data["box"]), mask, data["images"], data["unannotated"])
 
 
 def evaluate(
@@ -72,8 +70,7 @@ def evaluate(
     keep: Callable[[Result], None] | None = None,
 ) -> dict[str, DetectionAccuracy]:
     """The box and mask AP of detectors on the same images; `keep` gets every detection, to save them."""
-    for model in models.values():
-        data.check_classes(int(model.num_classes))  # type: ignore[arg-type]
+    ids = {name: class_ids(model, data) for name, model in models.items()}
     images = data.images[:limit]
     if not images:
         raise DataError("there is no image to evaluate on")
@@ -81,14 +78,21 @@ def evaluate(
     for image in images:
         picture = image.open()
         for name, model in models.items():
-            found = to_results(detect(model, picture, preprocessing, device), image, data)
+            found = to_results(detect(model, picture, preprocessing, device), image, data, ids[name])
             results[name] += found
             if keep:
                 for result in found:
                     keep(result)
         if progress:
             progress(1)
-    return {name: measure(data, found, images) for name, found in results.items()}
+    masks = {name: family_of(model).has_masks(model) for name, model in models.items()}
+    return {name: measure(data, found, images, masks[name]) for name, found in results.items()}
+
+
+def class_ids(model: nn.Module, data: CocoData) -> tuple[int, ...]:
+    """The category of each class of a detector; DataError if the annotations are for other classes."""
+    family = family_of(model)
+    return data.class_ids(family.num_classes(model), family.numbered_by_id)
 
 
 @torch.no_grad()
@@ -97,25 +101,22 @@ def detect(
 ) -> Detections:
     """What a detector finds in a decoded image, in that image's pixels."""
     scene = preprocessing.scene(image)
-    found: Detections = model(preprocessing.normalise(scene.pixels.to(device)), scene.size, scene.original)
-    return found
+    pixels = preprocessing.normalise(scene.pixels.to(device))
+    return family_of(model).detect(model, pixels, scene.size, scene.original)
 
 
-def to_results(found: Detections, image: CocoImage, data: CocoData) -> list[Result]:
-    """Detections in COCO's format: boxes as (x, y, width, height), masks run-length encoded."""
+def to_results(found: Detections, image: CocoImage, data: CocoData, ids: Sequence[int] | None = None) -> list[Result]:
+    """Detections in COCO's format: boxes as (x, y, width, height), masks run-length encoded. `ids` are the categories
+    of the classes where those are not the file's in their order."""
     boxes, scores, labels = found.boxes.tolist(), found.scores.tolist(), found.labels.tolist()
-    masks = found.masks.cpu().numpy().astype(np.uint8)
-    results = []
-    for (x1, y1, x2, y2), score, label, mask in zip(boxes, scores, labels, masks, strict=True):
-        results.append(
-            {
-                "image_id": image.id,
-                "category_id": data.categories[label],
-                "bbox": [x1, y1, x2 - x1, y2 - y1],
-                "score": score,
-                "segmentation": {"size": list(mask.shape), "counts": run_lengths(mask)},
-            }
-        )
+    ids = ids or data.categories
+    results: list[Result] = []
+    for (x1, y1, x2, y2), score, label in zip(boxes, scores, labels, strict=True):
+        box = [x1, y1, x2 - x1, y2 - y1]
+        results.append({"image_id": image.id, "category_id": ids[label], "bbox": box, "score": score})
+    if found.masks is not None:
+        for result, mask in zip(results, found.masks.cpu().numpy().astype(np.uint8), strict=True):
+            result["segmentation"] = {"size": list(mask.shape), "counts": run_lengths(mask)}
     return results
 
 
@@ -126,8 +127,10 @@ def run_lengths(mask: npt.NDArray[np.uint8]) -> list[int]:
     return [int(count) for count in np.diff(np.concatenate([[0], changes, [len(flat) - 1]]))]
 
 
-def measure(data: CocoData, results: Iterable[Result], images: Iterable[CocoImage] | None = None) -> DetectionAccuracy:
-    """The AP of results in COCO's format, over some of the images or all."""
+def measure(
+    data: CocoData, results: Iterable[Result], images: Iterable[CocoImage] | None = None, masks: bool = True
+) -> DetectionAccuracy:
+    """The AP of results in COCO's format, over some of the images or all; of `masks` too, if the results have them."""
     chosen = tuple(images or data.images)
     results = list(results)
     ids = [image.id for image in chosen]
@@ -136,7 +139,8 @@ def measure(data: CocoData, results: Iterable[Result], images: Iterable[CocoImag
     if stray:
         raise DataError(f"there are detections for image {stray[0]}, which is not among the {len(ids)} measured")
     annotated = {a["image_id"] for a in data.source["annotations"]}
-    box, mask = (_precision(data, results, ids, kind) for kind in ("bbox", "segm"))
+    box = _precision(data, results, ids, "bbox")
+    mask = _precision(data, results, ids, "segm") if masks else None
     return DetectionAccuracy(box, mask, len(ids), sum(id_ not in annotated for id_ in ids))
 
 

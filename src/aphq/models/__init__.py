@@ -11,7 +11,8 @@ from aphq.models import (
     torchvision_vit,
 )
 from aphq.models.architecture import Architecture, NormPair, Unit, architecture_named, architecture_of, register
-from aphq.models.detection import adapter
+from aphq.models.detection import adapter, torchvision_adapter
 
 __all__ = ["Architecture", "NormPair", "Unit", "architecture_named", "architecture_of", "register"]
-del adapter, timm_beit, timm_cait, timm_eva, timm_swin, timm_swin_v2, timm_vit, torchvision_swin, torchvision_vit
+del adapter, timm_beit, timm_cait, timm_eva, timm_swin, timm_swin_v2, timm_vit
+del torchvision_adapter, torchvision_swin, torchvision_vit

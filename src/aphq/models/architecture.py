@@ -87,6 +87,7 @@ class Unit:
     mlp: Mlp | None = None  # None too where an MLP has another shape, such as a gate
     norms: tuple[NormPair, ...] = ()
     makes: tuple[str, ...] = ()  # the tensors of a state that are the unit's output; none where tensors flow
+    channel_dim: int = -1  # of its output
 
 
 def unit_sites(unit: Unit) -> tuple[str, ...]:
@@ -130,6 +131,7 @@ class Architecture(ABC):
     family: ClassVar[str]  # the name that artifacts carry
     classes: ClassVar[tuple[type[nn.Module], ...]]
     task: ClassVar[TaskName] = "classification"
+    refused: ClassVar[dict[type[nn.Module], str]] = {}  # relatives it cannot take, and what it says of them
 
     def task_of(self, model: nn.Module) -> TaskName:
         """What this very model is for: without a classifier it embeds."""
@@ -191,14 +193,24 @@ def families() -> tuple[Architecture, ...]:
     return tuple(_REGISTRY)
 
 
-def architecture_of(model: nn.Module) -> Architecture:
-    """The adapter for a model: that of its nearest registered base class. The model is checked."""
+def find_architecture(model: nn.Module) -> Architecture | None:
+    """The adapter for a model, float or quantized: that of its nearest registered base class, if there is one."""
     for base in type(model).__mro__:
         _import_families(base.__module__)
         for architecture in _REGISTRY:
+            if base in architecture.refused:
+                raise ModelError(f"cannot quantize a {type(model).__name__}: {architecture.refused[base]}")
             if base in architecture.classes:
-                architecture.check(model)
                 return architecture
+    return None
+
+
+def architecture_of(model: nn.Module) -> Architecture:
+    """The adapter for a model, which is checked."""
+    found = find_architecture(model)
+    if found is not None:
+        found.check(model)
+        return found
     package = type(model).__module__.split(".")[0]
     known = sorted(f"{cls.__module__.split('.')[0]}'s {cls.__name__}" for a in _REGISTRY for cls in a.classes)
     known = [name for name in known if name.startswith(f"{package}'s ")] or known  # what the user could have had

@@ -4,6 +4,7 @@ transformers wrote, a detector, or a module the caller has."""
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
 import json
 import logging
@@ -25,7 +26,10 @@ from aphq.models.detection.config import DETECTORS
 from aphq.typed import nearest
 
 log = logging.getLogger(__name__)
-CLASSIFIERS = ("head.weight", "head.fc.weight", "heads.head.weight")  # ViT, Swin, torchvision's ViT: rows are classes
+CLASSIFIERS = (  # ViT, Swin, torchvision's ViT and its detectors: rows are classes
+    *("head.weight", "head.fc.weight", "heads.head.weight"),
+    "roi_heads.box_predictor.cls_score.weight",
+)
 TIMM_SOURCES = ("hf_hub:", "hf-hub:", "local-dir:")  # timm's own ways to name a place
 HASH = re.compile(r"-([0-9a-f]{8,64})\.[a-z]+$")  # torch hub's and MMDetection's habit
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's own switch, stronger than what a caller says
@@ -38,9 +42,9 @@ def load_model(
     """`timm.create_model(name)` with weights from the hub, or from a local .safetensors, .pth, .pt or .bin file.
 
     The number of classes comes from the local file unless given; other `arguments` go to timm. A name that only
-    torchvision has (vit_b_16, swin_v2_t) is looked up there. A folder with a config.json, or a name with a slash, is a
-    model of transformers, from the folder or from the hub. The names of detectors (`aphq.detection.DETECTORS`) always
-    need a local file; `arguments` are then fields of their DetectorConfig.
+    torchvision has (vit_b_16, swin_v2_t, maskrcnn_resnet50_fpn) is looked up there. A folder with a config.json, or a
+    name with a slash, is a model of transformers, from the folder or from the hub. The names of our own detectors
+    (`aphq.detection.DETECTORS`) always need a local file; `arguments` are then fields of their DetectorConfig.
     """
     if name in DETECTORS:
         from aphq.models.detection.checkpoint import load_detector
@@ -68,7 +72,7 @@ def load_model(
     if num_classes is None:
         num_classes = next((state[key].shape[0] for key in CLASSIFIERS if key in state), None)
     model = _create(name, num_classes, arguments, pretrained=False)
-    _load_strictly(model, state, weights)
+    load_strictly(model, state, weights)
     return model.eval()
 
 
@@ -151,19 +155,23 @@ def _is_of_torchvision(name: str) -> bool:
 def _from_torchvision(
     name: str, weights: str | Path | None, num_classes: int | None, arguments: dict[str, Any]
 ) -> nn.Module:
-    from torchvision.models import get_model
+    from torchvision.models import get_model, get_model_builder
 
     state = None if weights is None else read_checkpoint(Path(weights))
     if num_classes is None and state is not None:
         num_classes = next((state[key].shape[0] for key in CLASSIFIERS if key in state), None)
     extra: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
+    if "weights_backbone" in inspect.signature(get_model_builder(name)).parameters:
+        extra["weights_backbone"] = None  # a detector's would be downloaded only to be overwritten
     try:
         model: nn.Module = get_model(name, weights="DEFAULT" if state is None else None, **extra, **arguments)
     except Exception as problem:  # arguments that do not fit, or whatever the download raises
         reason = " ".join(str(problem).split())[:200]
         raise ModelError(f"torchvision cannot create {name!r} ({type(problem).__name__}: {reason})") from None
     if state is not None:
-        _load_strictly(model, state, str(weights))
+        from aphq.models.detection.torchvision_checkpoint import current_names
+
+        load_strictly(model, current_names(state, model.state_dict()), str(weights))
     return model.eval()
 
 
@@ -218,7 +226,8 @@ def _first_line(problem: Exception) -> str:
     return (str(problem) or type(problem).__name__).splitlines()[0]
 
 
-def _load_strictly(model: nn.Module, state: dict[str, Tensor], path: str | Path) -> None:
+def load_strictly(model: nn.Module, state: dict[str, Tensor], path: str | Path) -> None:
+    """Put every tensor into the model; ModelError, naming some, if one is missing, left over or of another shape."""
     own = model.state_dict()
     missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     differing = [k for k in own if k in state and state[k].shape != own[k].shape]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from aphq.models.architecture import replace_module
 from aphq.quant.affine import top_code
-from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedProduct, quantized_sites
+from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedLinear, QuantizedProduct, quantized_sites
 
 log = logging.getLogger(__name__)
 SMALLEST_ROWS, MULTIPLE = 17, 8  # what CUDA's kernel takes
@@ -99,9 +99,9 @@ def to_int8(model: nn.Module) -> nn.Module:
             continue
         if site.weight_quantizer is None or site.input_quantizer is None:
             left.append(name)
-        elif not isinstance(site, QuantizedConv2d):
+        elif isinstance(site, QuantizedLinear):
             replace_module(model, name, Int8Linear(site))
-        elif _is_patches(site):
+        elif isinstance(site, QuantizedConv2d) and _is_patches(site):
             replace_module(model, name, Int8Patches(site))
         else:
             left.append(name)

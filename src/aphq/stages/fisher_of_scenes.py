@@ -19,15 +19,16 @@ from aphq.engine.workspace import Workspace
 from aphq.models.architecture import unit_sites
 from aphq.stages.probes import Probed
 
-SITES = ("patch_embed", "block", "merge")  # kinds of units whose output is one map, channels last
+SITES = ("patch_embed", "block", "merge")  # kinds of units whose output is one map
 
 
 @dataclass(frozen=True)
 class Factored:
     """A map per image, as the product of its factors."""
 
-    places: RaggedRows  # [1, height, width, 1] each
+    places: RaggedRows  # [1, height, width, 1] each, or [1, 1, height, width]
     channels: Tensor  # [channels]
+    channel_dim: int = -1
 
     def __len__(self) -> int:
         return len(self.places)
@@ -37,7 +38,10 @@ class Factored:
         return self.places.nbytes
 
     def __getitem__(self, index: slice | Tensor) -> Tensor:
-        return self.places[index] * self.channels
+        places = self.places[index]
+        shape = [1] * places.ndim
+        shape[self.channel_dim] = -1
+        return places * self.channels.view(shape)
 
 
 def fisher_of_scenes(work: Workspace, config: settings.Importance) -> dict[str, Factored]:
@@ -48,11 +52,12 @@ def fisher_of_scenes(work: Workspace, config: settings.Importance) -> dict[str, 
         found = _squared_gradients(work, config)
         work.folder.save("importance", kept, found)
     work.shared[kept] = found
-    return {site: _factored(work, found, site, config.power) for site in _sites(work)}
+    return {site: _factored(work, found, site, dim, config.power) for site, dim in _sites(work).items()}
 
 
-def _sites(work: Workspace) -> list[str]:
-    return [site for unit in work.units if unit.kind in SITES for site in unit_sites(unit)]
+def _sites(work: Workspace) -> dict[str, int]:
+    """The modules whose outputs are weighted, and which dimension of each counts the channels."""
+    return {site: unit.channel_dim for unit in work.units if unit.kind in SITES for site in unit_sites(unit)}
 
 
 def _squared_gradients(work: Workspace, config: settings.Importance) -> dict[str, Tensor]:
@@ -62,20 +67,20 @@ def _squared_gradients(work: Workspace, config: settings.Importance) -> dict[str
     images = work.image_rows()
     found: dict[str, Tensor] = {}
     for number in range(len(images)):
-        probed = Probed(work, sites, images[slice(number, number + 1)])
+        probed = Probed(work, list(sites), images[slice(number, number + 1)])
         squares = {site: torch.zeros_like(probed.outputs[site]) for site in sites}
         for grads in probed.gradients(config.probes, config.temperature, generator):
             for site, grad in grads:
                 squares[site].addcmul_(grad, grad)
         for site, square in squares.items():
             key = f"{site}.channels"
-            channels = square.flatten(0, -2).mean(0) / len(images)
+            channels = square.movedim(sites[site], -1).flatten(0, -2).mean(0) / len(images)
             found[key] = found[key] + channels if key in found else channels
-            found[f"{site}.{number}"] = square.mean(-1, keepdim=True).cpu()
+            found[f"{site}.{number}"] = square.mean(sites[site], keepdim=True).cpu()
     return found
 
 
-def _factored(work: Workspace, found: dict[str, Tensor], site: str, power: float) -> Factored:
+def _factored(work: Workspace, found: dict[str, Tensor], site: str, channel_dim: int, power: float) -> Factored:
     """Both factors to the power, each scaled to root mean square 1; without any signal everything counts alike."""
     channels = found[f"{site}.channels"].to(work.device)
     maps = [found[f"{site}.{number}"] for number in range(len(work.images))]
@@ -89,4 +94,4 @@ def _factored(work: Workspace, found: dict[str, Tensor], site: str, power: float
     rows = RaggedRows(work.store)
     for places in maps:
         rows.append(places / size)
-    return Factored(rows, channels / channels.square().mean().sqrt())
+    return Factored(rows, channels / channels.square().mean().sqrt(), channel_dim)

@@ -18,9 +18,8 @@ from aphq.engine.progress import Progress
 from aphq.errors import DataError, ModelError
 from aphq.evaluation import coco
 from aphq.models.architecture import Unit, run_units
-from aphq.models.detection.detector import Detector
 from aphq.models.detection.distillation import DETECTIONS
-from aphq.models.detection.scenes import regions_of
+from aphq.models.detection.family import family_of
 from aphq.recipe import BlockReconstruction, JointTuning, MlpReconstruction, Recipe, ScaleSearch, Stage, Views
 from aphq.tasks.task import Measured, Task
 
@@ -44,7 +43,7 @@ class Detection(Task):
         return adapted
 
     def preprocessing_of(self, model: nn.Module) -> ScenePreprocessing:
-        return ScenePreprocessing()
+        return family_of(model).scenes(model)
 
     def preprocessing_from(self, data: Mapping[str, Any]) -> ScenePreprocessing:
         return ScenePreprocessing.from_dict(data)
@@ -63,7 +62,7 @@ class Detection(Task):
             val = open_coco(*val)
         if not isinstance(val, CocoData):
             raise DataError("a detector is measured on COCO annotations: give (instances.json, folder of images)")
-        val.check_classes(int(model.num_classes))  # type: ignore[arg-type]
+        coco.class_ids(model, val)  # refused here unless they fit
         return val
 
     def images(
@@ -84,12 +83,12 @@ class Detection(Task):
     def prepare(self, images: Any, teacher: nn.Module, device: torch.device, progress: Progress) -> SceneSet:
         """Each image with the regions that the teacher looks at in it."""
         assert isinstance(images, SceneSet)
-        assert isinstance(teacher, Detector)
+        family = family_of(teacher)
         progress.start("regions", len(images))
         known = []
         for number, scene in enumerate(images.scenes):
             image = images.batch(slice(number, number + 1), device)["image"]
-            known.append({name: x.cpu() for name, x in regions_of(teacher, image, scene.size).items()})
+            known.append({name: x.cpu() for name, x in family.regions_of(teacher, image, scene.size).items()})
             progress.advance(1)
         progress.finish()
         return replace(images, known=known)
@@ -103,9 +102,10 @@ class Detection(Task):
         height, width = PROBE
         corners = torch.tensor([[0.1, 0.1, 0.6, 0.5], [0.3, 0.2, 0.9, 0.9], [0.0, 0.5, 0.4, 1.0]])
         regions = (corners * torch.tensor([width, height, width, height])).to(device)
-        assert isinstance(model, Detector)
-        state = {"image": image, "regions.mask": regions, "labels": torch.zeros(len(regions), device=device)}
-        state |= {f"regions.{stage}": regions for stage in range(model.config.stages)}
+        family = family_of(model)
+        state = {"image": image, **{f"regions.{stage}": regions for stage in range(family.stages(model))}}
+        if family.has_masks(model):
+            state |= {"regions.mask": regions, "labels": torch.zeros(len(regions), device=device)}
         found: dict[str, Tensor] = run_units(model, units, state)
         return found
 

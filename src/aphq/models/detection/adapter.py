@@ -6,16 +6,17 @@ The chain carries a state. `x` is the map on its way through the backbone; the r
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from timm.layers import Mlp, PatchEmbed
 from timm.models.swin_transformer import PatchMerging, WindowAttention
-from torch import nn
+from torch import Tensor, nn
 
+from aphq.data.scenes import ScenePreprocessing
 from aphq.errors import ModelError
 from aphq.models.architecture import (
-    Architecture,
     NormPair,
     State,
     Step,
@@ -25,11 +26,14 @@ from aphq.models.architecture import (
     unchanged,
 )
 from aphq.models.attention import SwinAttention
+from aphq.models.detection.checkpoint import load_detector
 from aphq.models.detection.config import ROI_LEVELS, DetectorConfig
-from aphq.models.detection.detector import Detector
+from aphq.models.detection.detector import Detections, Detector, Size
+from aphq.models.detection.family import DetectionArchitecture
 from aphq.models.detection.pyramid import coarsest
 from aphq.models.detection.regions import BOX_SIZE, MASK_SIZE, region_features
 from aphq.models.detection.rpn import flatten_anchors
+from aphq.models.detection.scenes import regions_of
 from aphq.models.detection.swin import SwinBlock
 from aphq.models.timm_parts import require_type, timm_mlp
 
@@ -37,10 +41,9 @@ LEVELS = range(ROI_LEVELS)
 
 
 @register
-class SwinDetector(Architecture):
+class SwinDetector(DetectionArchitecture):
     family = "aphq.Detector"
     classes = (Detector,)
-    task = "detection"
 
     def check(self, model: Any) -> None:
         require_type(model, "", Detector)  # a subclass may look at its regions in another way
@@ -96,6 +99,25 @@ class SwinDetector(Architecture):
             return Detector(config)
         except (RuntimeError, TypeError, ValueError) as problem:
             raise ModelError(f"cannot build a detector from its description: {problem}") from None
+
+    def from_file(self, description: dict[str, Any], weights: Path) -> nn.Module:
+        arguments = dict(description)
+        kind, num_classes = arguments["kind"], arguments.pop("num_classes")
+        return load_detector(f"{kind}_swin_t", weights, num_classes, **arguments)
+
+    def scenes(self, model: Any) -> ScenePreprocessing:
+        return ScenePreprocessing()
+
+    def stages(self, model: Any) -> int:
+        config: DetectorConfig = model.config
+        return config.stages
+
+    def regions_of(self, teacher: Any, image: Tensor, size: Size) -> State:
+        return regions_of(teacher, image, size)
+
+    def detect(self, model: Any, image: Tensor, size: Size, original: Size) -> Detections:
+        found: Detections = model(image, size, original)
+        return found
 
 
 def map_unit(name: str, kind: Any, reads: str = "x", bridge: Step = unchanged, **parts: Any) -> Unit:

@@ -31,7 +31,7 @@ class Detections:
     boxes: Tensor  # [k, 4]
     scores: Tensor  # [k]
     labels: Tensor  # [k] class indices
-    masks: Tensor  # bool [k, height, width]
+    masks: Tensor | None  # bool [k, height, width]; None from a detector without masks
 
     def __len__(self) -> int:
         return len(self.boxes)

@@ -28,13 +28,13 @@ def regions_of(teacher: Detector, image: Tensor, size: Size) -> State:
     regions, classes, moves = teacher.look(levels, proposals, size)
     boxes, _, labels = teacher.final_boxes(regions, classes, moves, size, None)
     more, likely = _further(regions[-1], classes, moves[-1], size, max(0, MASKS - len(boxes)))
-    state = {f"regions.{s}": some[_spread(len(some))] for s, some in enumerate(regions)}
+    state = {f"regions.{s}": some[spread(len(some))] for s, some in enumerate(regions)}
     state["regions.mask"] = torch.cat([boxes, more])
     state["labels"] = torch.cat([labels, likely]).float()
     return state
 
 
-def _spread(count: int) -> Tensor:
+def spread(count: int) -> Tensor:
     """Indices of the better half, and of as many that are spread over the rest."""
     best = torch.arange(min(count, REGIONS // 2))
     rest = torch.linspace(REGIONS // 2, count - 1, REGIONS // 2).long() if count > REGIONS // 2 else best[:0]
