@@ -15,8 +15,8 @@ def cache_bytes(budget: int, device: torch.device) -> int:
     """What cached activations may take of a host budget for the whole process.
 
     Models, images and libraries are there already. Where the host also computes, two thirds of the rest are for that:
-    the backward pass of a batch through a block of Swin-B takes 3 GiB. Mapped files do not count: the system takes back
-    their pages when it needs them."""
+    the backward pass of a batch through a block of Swin-B takes 3 GiB. Mapped files do not count: the system takes
+    back their pages when it needs them."""
     left = max(0, budget - private_bytes())
     return left // 3 if device.type == "cpu" else max(0, left - BESIDE_A_GPU)
 
