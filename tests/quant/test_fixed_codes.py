@@ -3,12 +3,11 @@ import torch
 from aphq.quant.fixed_codes import FixedCodes
 from aphq.quant.quantizer import Quantizer
 
+from .weights import weight_and_quantizer
 
-def made(bits: int = 3) -> tuple[torch.Tensor, Quantizer, FixedCodes]:
-    weight = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
-    quantizer = Quantizer(bits, False, (6, 1))
-    quantizer.set_range(weight.amin(1), weight.amax(1))
-    quantizer.enabled = True
+
+def made() -> tuple[torch.Tensor, Quantizer, FixedCodes]:
+    weight, quantizer = weight_and_quantizer()
     return weight, quantizer, FixedCodes(weight, quantizer)
 
 

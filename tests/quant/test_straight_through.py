@@ -3,12 +3,11 @@ import torch
 from aphq.quant.quantizer import Quantizer
 from aphq.quant.straight_through import StraightThrough
 
+from .weights import weight_and_quantizer
 
-def made(bits: int = 3) -> tuple[torch.Tensor, Quantizer, StraightThrough]:
-    weight = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
-    quantizer = Quantizer(bits, False, (6, 1))
-    quantizer.set_range(weight.amin(1), weight.amax(1))
-    quantizer.enabled = True
+
+def made() -> tuple[torch.Tensor, Quantizer, StraightThrough]:
+    weight, quantizer = weight_and_quantizer()
     return weight, quantizer, StraightThrough(weight, quantizer)
 
 

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from aphq.models.architecture import Step, register, replace_module
 from aphq.models.attention import OpenAttention, with_joint_bias
 from aphq.models.timm_parts import (
+    arguments_of,
     construct,
+    describe_frame,
     describe_mlp,
     describe_norm,
     hidden_width,
     mlp_ratio,
-    norm_factory,
     require_type,
 )
 from aphq.models.timm_vit import TimmVit
@@ -92,14 +93,9 @@ class TimmBeit(TimmVit):
                 replace_module(model, name, BeitAttention(module))
 
     def describe(self, model: Any) -> dict[str, Any]:
-        block, embed = model.blocks[0], model.patch_embed
+        block = model.blocks[0]
         return {
-            "img_size": list(embed.img_size),
-            "patch_size": embed.patch_size[0] if len(set(embed.patch_size)) == 1 else list(embed.patch_size),
-            "in_chans": embed.proj.weight.shape[1],
-            "num_classes": model.num_classes,
-            "global_pool": model.global_pool,
-            "embed_dim": model.embed_dim,
+            **describe_frame(model),
             "depth": len(model.blocks),
             "num_heads": block.attn.num_heads,
             "qkv_bias": getattr(block.attn, "q_bias", None) is not None or block.attn.qkv.bias is not None,
@@ -114,6 +110,5 @@ class TimmBeit(TimmVit):
         }
 
     def build(self, description: dict[str, Any]) -> nn.Module:
-        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
-        arguments["norm_layer"] = norm_factory(arguments.pop("norm"))
+        arguments = arguments_of(description)
         return construct(Beit, arguments)

@@ -24,13 +24,14 @@ from aphq.models.architecture import (
 from aphq.models.attention import OpenAttention, Projection, Projections
 from aphq.models.timm_parts import (
     activation_factory,
+    arguments_of,
     block_norms,
     block_writers,
     construct,
     describe_activation,
+    describe_frame,
     describe_norm,
     mlp_ratio,
-    norm_factory,
     readers_of,
     require_type,
     timm_mlp,
@@ -137,14 +138,9 @@ class TimmCait(Architecture):
                 replace_module(model, name, ClassAttention(module))
 
     def describe(self, model: Any) -> dict[str, Any]:
-        block, token_block, embed = model.blocks[0], model.blocks_token_only[0], model.patch_embed
+        block, token_block = model.blocks[0], model.blocks_token_only[0]
         return {
-            "img_size": list(embed.img_size),
-            "patch_size": embed.patch_size[0],
-            "in_chans": embed.proj.weight.shape[1],
-            "num_classes": model.num_classes,
-            "global_pool": model.global_pool,
-            "embed_dim": model.embed_dim,
+            **describe_frame(model),
             "depth": len(model.blocks),
             "num_heads": block.attn.num_heads,
             "mlp_ratio": mlp_ratio(block.mlp.fc1.weight.shape[0], model.embed_dim),
@@ -156,8 +152,7 @@ class TimmCait(Architecture):
         }
 
     def build(self, description: dict[str, Any]) -> nn.Module:
-        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
-        arguments["norm_layer"] = norm_factory(arguments.pop("norm"))
+        arguments = arguments_of(description)
         arguments["act_layer"] = activation_factory(arguments.pop("activation"))
         return construct(Cait, arguments)
 

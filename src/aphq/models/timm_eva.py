@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from aphq.models.architecture import NormPair, Step, register, replace_module
 from aphq.models.attention import LatentPool, OpenAttention, Projection, Projections, with_joint_bias
 from aphq.models.timm_parts import (
+    arguments_of,
     block_norms,
     construct,
+    describe_frame,
     describe_mlp,
     describe_norm,
     hidden_width,
     mlp_ratio,
-    norm_factory,
     require_type,
 )
 from aphq.models.timm_vit import TimmVit
@@ -167,12 +168,7 @@ class TimmEva(TimmVit):
         )
         pool = model.attn_pool
         return {
-            "img_size": list(embed.img_size),
-            "patch_size": embed.patch_size[0] if len(set(embed.patch_size)) == 1 else list(embed.patch_size),
-            "in_chans": embed.proj.weight.shape[1],
-            "num_classes": model.num_classes,
-            "global_pool": model.global_pool,
-            "embed_dim": model.embed_dim,
+            **describe_frame(model),
             "depth": len(model.blocks),
             "num_heads": attention.num_heads,
             "num_kv_heads": None if all(n == attention.num_heads for n in kv_heads) else kv_heads,
@@ -206,8 +202,7 @@ class TimmEva(TimmVit):
         }
 
     def build(self, description: dict[str, Any]) -> nn.Module:
-        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
-        arguments["norm_layer"] = norm_factory(arguments.pop("norm"))
+        arguments = arguments_of(description)
         for name in NEWER:
             if not arguments[name]:
                 del arguments[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,26 @@ def readers_of(pairs: Iterable[NormPair]) -> tuple[Reader, ...]:
 def block_writers(block: str) -> tuple[str, str]:
     """The layers of a transformer block that add to the residual stream."""
     return f"{block}.attn.proj", f"{block}.mlp.fc2"
+
+
+def describe_frame(model: Any) -> dict[str, Any]:
+    """The arguments that all of timm's families have: the image and its patches, classes, width."""
+    embed = model.patch_embed
+    return {
+        "img_size": list(embed.img_size),
+        "patch_size": embed.patch_size[0] if len(set(embed.patch_size)) == 1 else list(embed.patch_size),
+        "in_chans": embed.proj.weight.shape[1],
+        "num_classes": model.num_classes,
+        "global_pool": model.global_pool,
+        "embed_dim": model.embed_dim,
+    }
+
+
+def arguments_of(description: Mapping[str, Any]) -> dict[str, Any]:
+    """A description as timm's constructors take it: tuples instead of lists, the norm as a class."""
+    arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
+    arguments["norm_layer"] = norm_factory(arguments.pop("norm"))
+    return arguments
 
 
 def describe_norm(module: nn.Module, name: str) -> dict[str, Any]:

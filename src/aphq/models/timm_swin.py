@@ -31,6 +31,7 @@ from aphq.models.timm_parts import (
     block_norms,
     block_writers,
     construct,
+    describe_frame,
     describe_norm,
     mlp_ratio,
     norm_factory,
@@ -45,19 +46,23 @@ class TimmSwin(Architecture):
     family = "timm.SwinTransformer"
     classes: ClassVar[tuple[type[nn.Module], ...]] = (SwinTransformer,)
     merging: ClassVar[type[nn.Module]] = PatchMerging
+    stage: ClassVar[type[nn.Module]] = SwinTransformerStage
+    block: ClassVar[type[nn.Module]] = SwinTransformerBlock
+    attentions: ClassVar[tuple[type[nn.Module], ...]] = (WindowAttention, SwinAttention)
+    activations: ClassVar[tuple[type[nn.Module], ...]] = (nn.GELU,)  # timm builds no other
 
     def check(self, model: Any) -> None:
         require_type(model.patch_embed, "patch_embed", PatchEmbed)
         require_type(model.head, "head", ClassifierHead)
         for s, stage in enumerate(model.layers):
-            require_type(stage, f"layers.{s}", SwinTransformerStage)
-            require_type(stage.downsample, f"layers.{s}.downsample", PatchMerging, nn.Identity)
+            require_type(stage, f"layers.{s}", self.stage)
+            require_type(stage.downsample, f"layers.{s}.downsample", self.merging, nn.Identity)
             for b, block in enumerate(stage.blocks):
                 name = f"layers.{s}.blocks.{b}"
-                require_type(block, name, SwinTransformerBlock)
-                require_type(block.attn, f"{name}.attn", WindowAttention, SwinAttention)
+                require_type(block, name, self.block)
+                require_type(block.attn, f"{name}.attn", *self.attentions)
                 require_type(block.mlp, f"{name}.mlp", Mlp)
-                require_type(block.mlp.act, f"{name}.mlp.act", nn.GELU)  # timm builds no other
+                require_type(block.mlp.act, f"{name}.mlp.act", *self.activations)
 
     def task_of(self, model: Any) -> TaskName:
         return "embedding" if isinstance(model.head.fc, nn.Identity) else "classification"
@@ -118,12 +123,7 @@ class TimmSwin(Architecture):
         blocks = [stage.blocks[0] for stage in model.layers]
         embed = model.patch_embed
         return {
-            "img_size": list(embed.img_size),
-            "patch_size": embed.patch_size[0],
-            "in_chans": embed.proj.weight.shape[1],
-            "num_classes": model.num_classes,
-            "global_pool": model.global_pool,
-            "embed_dim": model.embed_dim,
+            **describe_frame(model),
             "depths": [len(stage.blocks) for stage in model.layers],
             "num_heads": [block.attn.num_heads for block in blocks],
             "head_dim": [block.attn.qkv.weight.shape[0] // (3 * block.attn.num_heads) for block in blocks],

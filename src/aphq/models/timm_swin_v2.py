@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from timm.layers import ClassifierHead, Mlp, PatchEmbed, get_act_layer
+from timm.layers import get_act_layer
 from timm.models.swin_transformer_v2 import (
     PatchMerging,
     SwinTransformerV2,
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from aphq.models.architecture import NormPair, Stream, register, replace_module
 from aphq.models.attention import with_joint_bias
 from aphq.models.attention_cosine import CosineAttention, table_of
-from aphq.models.timm_parts import construct, describe_norm, mlp_ratio, norm_factory, require_type
+from aphq.models.timm_parts import arguments_of, construct, describe_frame, describe_norm, mlp_ratio
 from aphq.models.timm_swin import TimmSwin
 
 
@@ -44,19 +44,10 @@ class TimmSwinV2(TimmSwin):
     family = "timm.SwinTransformerV2"
     classes = (SwinTransformerV2,)
     merging = PatchMerging
-
-    def check(self, model: Any) -> None:
-        require_type(model.patch_embed, "patch_embed", PatchEmbed)
-        require_type(model.head, "head", ClassifierHead)
-        for s, stage in enumerate(model.layers):
-            require_type(stage, f"layers.{s}", SwinTransformerV2Stage)
-            require_type(stage.downsample, f"layers.{s}.downsample", PatchMerging, nn.Identity)
-            for b, block in enumerate(stage.blocks):
-                name = f"layers.{s}.blocks.{b}"
-                require_type(block, name, SwinTransformerV2Block)
-                require_type(block.attn, f"{name}.attn", WindowAttention, CosineWindowAttention)
-                require_type(block.mlp, f"{name}.mlp", Mlp)
-                require_type(block.mlp.act, f"{name}.mlp.act", nn.GELU, get_act_layer("gelu"), nn.ReLU)
+    stage = SwinTransformerV2Stage
+    block = SwinTransformerV2Block
+    attentions = (WindowAttention, CosineWindowAttention)
+    activations = (nn.GELU, get_act_layer("gelu"), nn.ReLU)
 
     def norms(self, model: Any, name: str, may_shift: bool) -> tuple[NormPair, ...]:
         return ()
@@ -77,12 +68,7 @@ class TimmSwinV2(TimmSwin):
         embed, attention = model.patch_embed, blocks[0].attn
         # a window no larger than the map shrinks with it: the first stage's map is the largest
         return {
-            "img_size": list(embed.img_size),
-            "patch_size": embed.patch_size[0],
-            "in_chans": embed.proj.weight.shape[1],
-            "num_classes": model.num_classes,
-            "global_pool": model.global_pool,
-            "embed_dim": model.embed_dim,
+            **describe_frame(model),
             "depths": [len(stage.blocks) for stage in model.layers],
             "num_heads": [block.attn.num_heads for block in blocks],
             "window_size": list(blocks[0].window_size),
@@ -95,6 +81,5 @@ class TimmSwinV2(TimmSwin):
         }
 
     def build(self, description: dict[str, Any]) -> nn.Module:
-        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
-        arguments["norm_layer"] = norm_factory(arguments.pop("norm"))
+        arguments = arguments_of(description)
         return construct(SwinTransformerV2, arguments)

@@ -26,10 +26,12 @@ from aphq.models.architecture import (
 from aphq.models.attention import LatentPool, VitAttention
 from aphq.models.timm_parts import (
     activation_factory,
+    arguments_of,
     block_norms,
     block_writers,
     construct,
     describe_activation,
+    describe_frame,
     describe_mlp,
     describe_norm,
     has_parameter,
@@ -145,12 +147,7 @@ class TimmVit(Architecture):
     def describe(self, model: Any) -> dict[str, Any]:
         block, embed = model.blocks[0], model.patch_embed
         return {
-            "img_size": list(embed.img_size),
-            "patch_size": embed.patch_size[0] if len(set(embed.patch_size)) == 1 else list(embed.patch_size),
-            "in_chans": embed.proj.weight.shape[1],
-            "num_classes": model.num_classes,
-            "global_pool": model.global_pool,
-            "embed_dim": model.embed_dim,
+            **describe_frame(model),
             "depth": len(model.blocks),
             "num_heads": block.attn.num_heads,
             "mlp_ratio": mlp_ratio(hidden_width(block.mlp), model.embed_dim),
@@ -179,8 +176,7 @@ class TimmVit(Architecture):
         }
 
     def build(self, description: dict[str, Any]) -> nn.Module:
-        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
-        arguments["norm_layer"] = norm_factory(arguments.pop("norm"))
+        arguments = arguments_of(description)
         arguments["act_layer"] = activation_factory(arguments.pop("activation"))
         arguments["mlp_layer"] = mlp_factory(arguments.pop("mlp", "mlp"))  # files of earlier versions do not say
         embed_norm = arguments.pop("embed_norm")

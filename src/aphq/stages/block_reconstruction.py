@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aphq import recipe as settings
+from aphq import settings
 from aphq.engine.loop import Curve, Group, Loop, LossOf, Now, constant, cosine, draw_samples
 from aphq.engine.ragged import StateRows
 from aphq.engine.seeds import generator_for, seed_for, seeded

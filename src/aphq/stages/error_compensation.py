@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aphq import recipe as settings
+from aphq import settings
 from aphq.engine.store import Rows
 from aphq.engine.workspace import Workspace
 from aphq.models.architecture import Unit

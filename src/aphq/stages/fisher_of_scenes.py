@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aphq import recipe as settings
+from aphq import settings
 from aphq.engine.ragged import RaggedRows
 from aphq.engine.seeds import generator_for
 from aphq.engine.workspace import Workspace

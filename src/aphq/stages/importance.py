@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aphq import recipe as settings
+from aphq import settings
 from aphq.engine.hooks import change_outputs
 from aphq.engine.ragged import RaggedRows
 from aphq.engine.seeds import generator_for

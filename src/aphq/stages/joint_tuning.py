@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aphq import recipe as settings
+from aphq import settings
 from aphq.engine.loop import Group, Loop, Now, by_magnitude, cosine, draw_samples
 from aphq.engine.seeds import generator_for, seed_for, seeded
 from aphq.engine.store import push

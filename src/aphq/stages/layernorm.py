@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aphq import recipe as settings
+from aphq import settings
 from aphq.engine.workspace import Workspace
 from aphq.models.architecture import NormPair
 from aphq.quant.layers import QuantizedLayer

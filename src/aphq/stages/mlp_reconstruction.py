@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aphq import kernels
-from aphq import recipe as settings
+from aphq import kernels, settings
 from aphq.engine.hooks import change_outputs, watch_inputs
 from aphq.engine.loop import Group, Loop, Now, cosine, draw_samples, run_together
 from aphq.engine.ragged import RaggedRows

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aphq import recipe as settings
+from aphq import settings
 from aphq.engine.hooks import watch_inputs
 from aphq.engine.store import Rows
 from aphq.engine.workspace import Workspace

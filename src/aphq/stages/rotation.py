@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aphq import recipe as settings
+from aphq import settings
 from aphq.engine.seeds import generator_for
 from aphq.engine.workspace import Workspace
 from aphq.models.architecture import Stream

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aphq import recipe as settings
+from aphq import settings
 from aphq.engine.loop import matmul_precision
 from aphq.engine.store import Rows
 from aphq.engine.workspace import Workspace
