@@ -6,16 +6,17 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from aphq.analysis import analyze
-    from aphq.api import Run, evaluate, quantize
+    from aphq.api import evaluate, quantize
     from aphq.artifact import load, save
     from aphq.models.coverage import coverage
     from aphq.presets import preset
     from aphq.recipe import Recipe
+    from aphq.run import Run
 
 # Imported when first asked for: `import aphq` and `aphq --help` must not wait for torch.
 _HOMES = {
     "Recipe": "aphq.recipe",
-    "Run": "aphq.api",
+    "Run": "aphq.run",
     "analyze": "aphq.analysis",
     "coverage": "aphq.models.coverage",
     "evaluate": "aphq.api",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,106 +15,35 @@ from torch import nn
 from aphq import __version__
 from aphq.artifact.info import QuantizationInfo, attach, info_of
 from aphq.artifact.loading import load
-from aphq.artifact.saving import CONFIG, Sizes, save
+from aphq.artifact.saving import CONFIG, save
 from aphq.data import CalibrationSet, Preprocessing
 from aphq.data.scenes import ScenePreprocessing
 from aphq.engine.folder import RunFolder
 from aphq.engine.loop import matmul_precision
 from aphq.engine.memory import PeakMemory, cache_bytes
-from aphq.engine.progress import Progress, clock
+from aphq.engine.progress import Progress
 from aphq.engine.ranks import Ranks
 from aphq.engine.store import Store
 from aphq.engine.workspace import Images, Workspace
-from aphq.errors import ModelError, RecipeError, describe
-from aphq.models.architecture import Architecture, Unit, architecture_named, architecture_of, mlps_of
-from aphq.models.coverage import Coverage, coverage
+from aphq.errors import ModelError, RecipeError
+from aphq.models.architecture import Architecture, Unit, architecture_of, mlps_of
 from aphq.models.loading import load_model, model_fingerprint
 from aphq.models.student import finalise, make_student, opened_copy
+from aphq.opening import open_model, preprocessing_of, resolve_device, task_for
 from aphq.presets import preset
 from aphq.recipe import BlockReconstruction, JointTuning, MlpReconstruction, Recipe
-from aphq.report import REPORT, write_report
+from aphq.report import write_report
 from aphq.report.observe import write_measurements
-from aphq.runtimes.session import SUFFIXES, ExportedModel, open_exported
+from aphq.run import Run
+from aphq.runtimes.session import ExportedModel
 from aphq.stages import RUN_STAGE
-from aphq.tasks import TASKS, Task, task_of
+from aphq.tasks import Task, task_of
 
 if TYPE_CHECKING:
-    from aphq.export import Exported
+    pass
 
 log = logging.getLogger(__name__)
 GIB = 2**30
-
-
-@dataclass
-class Run:
-    """What `quantize` gives back: the model, where it is, and what it cost."""
-
-    model: nn.Module  # quantized, eval mode
-    recipe: Recipe
-    path: Path | None
-    seconds: dict[str, float] = field(default_factory=dict)  # per stage
-    sizes: Sizes | None = None
-    accuracy: dict[str, Any] = field(default_factory=dict)  # "float" and "quantized", if labels were given
-    agreement: float | None = None  # per cent of equal predictions
-    resumed: bool = False
-    images: Images | None = None  # what it was calibrated on
-
-    @property
-    def coverage(self) -> list[Coverage]:
-        return coverage(self.model)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "path": None if self.path is None else str(self.path),
-            "recipe": self.recipe.name,
-            "seed": self.recipe.seed,
-            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
-            "sizes": None if self.sizes is None else asdict(self.sizes),
-            "accuracy": {name: asdict(value) for name, value in self.accuracy.items()},
-            "agreement": self.agreement,
-            "float_layers": [row.name for row in self.coverage if row.note],
-        }
-
-    def export(self, to: str = "onnx", *, out: str | Path | None = None, data: Any = None, **options: Any) -> Exported:
-        """Write the model for another runtime, into the run folder unless `out` says so; see `aphq.export.export`."""
-        from aphq.export import export
-
-        target = self.path / "model" if out is None and self.path is not None else out
-        return export(self.model, to, out=target, data=self.images if data is None else data, **options)
-
-    def recall(self, earlier: dict[str, Any], task: Task) -> None:
-        """Take over what an earlier, finished run of the same folder measured."""
-        try:
-            seconds = {str(name): float(value) for name, value in (earlier.get("seconds") or {}).items()}
-            accuracy = {name: task.recall(value) for name, value in (earlier.get("accuracy") or {}).items()}
-            agreement = None if earlier.get("agreement") is None else float(earlier["agreement"])
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as problem:
-            log.warning("what the finished run measured cannot be read any more: %s", describe(problem))
-            return
-        self.seconds, self.accuracy, self.agreement = seconds, accuracy, agreement
-
-    def summary(self) -> str:
-        """A few lines for a person."""
-        rows = self.coverage
-        stayed = [row.name for row in rows if row.note]
-        lines = [f"{self.recipe.name}: {len(rows) - len(stayed)} of {len(rows)} layers and products quantized"]
-        if stayed:
-            lines.append(f"  in float or partly: {', '.join(stayed[:6])}{' ...' if len(stayed) > 6 else ''}")
-        for name, accuracy in self.accuracy.items():
-            lines.append(f"  {name:<10} {accuracy}")
-        if self.agreement is not None:
-            lines.append(f"  agreement with float {self.agreement:.2f} %")
-        if self.sizes is not None:
-            small, big = self.sizes.artifact / 1e6, self.sizes.float32 / 1e6
-            lines.append(f"  size       {small:.2f} MB, float32 {big:.2f} MB ({self.sizes.ratio:.1f} times smaller)")
-        if self.seconds:
-            parts = ", ".join(f"{name.replace('_', ' ')} {clock(value)}" for name, value in self.seconds.items())
-            lines.append(f"  time       {clock(sum(self.seconds.values()))} ({parts})")
-        if self.path is not None:
-            lines.append(f"  saved in   {self.path}")
-            if (self.path / REPORT).is_file():
-                lines.append(f"  report     {self.path / REPORT}")
-        return "\n".join(lines)
 
 
 def quantize(
@@ -263,27 +190,6 @@ def evaluate(
     return found.accuracy["model"]
 
 
-def open_model(path: str | Path, runtime: str | None = None) -> nn.Module:
-    """A run folder or an exported file as a module that takes images and gives logits."""
-    suffix = Path(path).suffix
-    if suffix in SUFFIXES:
-        return open_exported(path, runtime or SUFFIXES[suffix])
-    return load(path, runtime=runtime or "simulated")
-
-
-def task_for(model: nn.Module) -> Task:
-    """What a model is for; exported files are classifiers."""
-    if isinstance(model, ExportedModel):
-        return TASKS["classification"]
-    info = info_of(model)
-    return task_of(architecture_of(model) if info is None else architecture_named(info.family), model)
-
-
-def preprocessing_of(model: nn.Module) -> Any:
-    """What a model that is not quantized, or was exported, expects of its input."""
-    return model.preprocessing if isinstance(model, ExportedModel) else task_for(model).preprocessing_of(model)
-
-
 def resolve_recipe(recipe: Recipe | str, effort: str) -> Recipe:
     """A Recipe, a file that holds one, or a preset's name."""
     if isinstance(recipe, Recipe):
@@ -291,17 +197,6 @@ def resolve_recipe(recipe: Recipe | str, effort: str) -> Recipe:
     if recipe.endswith((".yaml", ".yml", ".json")):
         return Recipe.load(recipe)
     return preset(recipe, effort)
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """A device that works, with its index; "auto" is the first GPU, or the CPU."""
-    wanted = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if str(wanted) == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun: a GPU for each process
-        wanted = f"cuda:{os.environ['LOCAL_RANK']}"
-    try:
-        return torch.empty(0, device=wanted).device
-    except (RuntimeError, AssertionError) as problem:
-        raise RecipeError(f"cannot use the device {str(wanted)!r}: {str(problem).splitlines()[0]}") from None
 
 
 def _prepare_model(

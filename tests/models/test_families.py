@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import aphq
-import aphq.api
+import aphq.opening
 from aphq.errors import DataError, ModelError
 from aphq.models import architecture_of
 from aphq.models.architecture import predict
@@ -57,7 +57,7 @@ def test_the_export_passes_its_gate(name: str, tmp_path: Path) -> None:
     run = quantized(family(name), short("w8a8", "fast"))
     found = run.export("onnx", out=tmp_path / "model.onnx", data=pixels())
     assert found.parity.passed, found.parity
-    assert aphq.api.open_model(tmp_path / "model.onnx")(images_for(run.model)).shape[0] == 2
+    assert aphq.opening.open_model(tmp_path / "model.onnx")(images_for(run.model)).shape[0] == 2
 
 
 @pytest.mark.parametrize("name", ["timm cait", "torchvision vit", "transformers clip", "transformers swin v2"])

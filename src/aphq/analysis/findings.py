@@ -17,7 +17,6 @@ from torch import nn
 from aphq.analysis.budget import Side, allocate, extrapolated, mean_bits
 from aphq.analysis.held_out import Distances, HeldOut
 from aphq.analysis.sensitivity import Cost, Sensitivity, costs, element_counts, sensitivities
-from aphq.api import resolve_device
 from aphq.data.calibration import CalibrationSet, load_calibration
 from aphq.engine.folder import RunFolder
 from aphq.engine.loop import matmul_precision
@@ -28,6 +27,7 @@ from aphq.errors import DataError, ModelError, RecipeError
 from aphq.models.architecture import architecture_of, check_units
 from aphq.models.loading import load_model
 from aphq.models.student import make_student, opened_copy
+from aphq.opening import resolve_device
 from aphq.presets import preset
 from aphq.recipe import LayerNormReparameterisation, Override, Recipe, ScaleSearch
 from aphq.stages import RUN_STAGE

@@ -139,11 +139,11 @@ def evaluate(
     from dataclasses import asdict
 
     from aphq.api import evaluate as run_evaluate
-    from aphq.api import open_model, task_for
     from aphq.cli.console import open_progress
     from aphq.cli.detections import write_detections
     from aphq.cli.options import labels_from
     from aphq.errors import DataError
+    from aphq.opening import open_model, task_for
 
     wanted = labels_from(val, coco, images)
     if wanted is None:

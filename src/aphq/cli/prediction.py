@@ -7,7 +7,6 @@ from typing import Any
 
 from PIL import Image
 
-from aphq.api import resolve_device
 from aphq.artifact import info_of, load
 from aphq.cli.source import float_model
 from aphq.data.coco import class_names
@@ -19,6 +18,7 @@ from aphq.errors import DataError, ModelError
 from aphq.evaluation.coco import detect
 from aphq.models.detection import Detections
 from aphq.models.detection.family import family_of
+from aphq.opening import resolve_device
 
 
 def predict_and_draw(
