@@ -1,5 +1,4 @@
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ from . import world
 
 
 @pytest.fixture(scope="session")
-def furnished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Images, weights and a finished run, made once."""
     folder = tmp_path_factory.mktemp("docs") / "world"
     folder.mkdir()
@@ -16,7 +15,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         world.shrink(patch)
         world.furnish(folder)
         world.finished_run(folder)
-        yield folder
+    return folder
 
 
 @pytest.fixture

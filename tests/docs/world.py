@@ -24,6 +24,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import aphq
+import aphq.models.hf  # its adapters register when they are first needed: not in a registry that is only patched in
 from aphq import presets
 from aphq.cli.app import app
 from aphq.models import architecture
