@@ -1,6 +1,9 @@
 """Whole runs small enough for a test: short recipes, a handful of images, a workspace without a run folder."""
 
 import hashlib
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +91,17 @@ def all_images(work: Workspace) -> Tensor:
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def forked(work: Callable[[], object]) -> int:
+    """The number of a process of its own that does the work and ends, with 0 if nothing was raised."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return child

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import nn
 
 import aphq
 
-from .runs import pixels, sha256, short
+from .runs import forked, pixels, sha256, short
 
 Build = Callable[..., nn.Module]
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -29,15 +28,7 @@ def run(model: nn.Module, out: Path) -> aphq.Run:
 
 def killed_after(seconds: float, work: Callable[[], object]) -> bool:
     """Run `work` in a process of its own and kill that; False if it was done before."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
+    child = forked(work)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from aphq.engine.folder import RunFolder
 from aphq.errors import RunError
 from aphq.recipe import Recipe
 
-from .runs import pixels, sha256, short
+from .runs import forked, pixels, sha256, short
 
 Build = Callable[..., nn.Module]
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -31,15 +30,7 @@ def run(model: nn.Module, out: Path | None, recipe: Recipe | None = None, **opti
 
 def killed(work: Callable[[], object]) -> int:
     """Run `work` in a process of its own; the signal that ended it, 0 if it came to its end."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
+    child = forked(work)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the run failed by itself"
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -283,6 +283,13 @@ def check_units(model: nn.Module, units: Sequence[Unit], images: Tensor) -> None
             f"the forward pass of this {type(model).__name__} is not the chain {units[0].name} ... {units[-1].name}: "
             "a subclass with its own forward needs its own adapter (see CONTRIBUTING.md)"
         )
+
+
+def replace_all(model: nn.Module, twins: Mapping[type[nn.Module], Callable[[Any], nn.Module]]) -> None:
+    """Put a twin in the place of every module of exactly one of the classes."""
+    for name, module in list(model.named_modules()):
+        if type(module) in twins:
+            replace_module(model, name, twins[type(module)](module))
 
 
 def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from timm.layers import PatchEmbed
 from timm.models.beit import Attention, Beit, Block
 from torch import Tensor, nn
 
-from aphq.models.architecture import Step, register, replace_module
+from aphq.models.architecture import Step, register, replace_all
 from aphq.models.attention import OpenAttention, with_joint_bias
 from aphq.models.timm_parts import (
     arguments_of,
@@ -19,7 +18,6 @@ from aphq.models.timm_parts import (
     describe_norm,
     hidden_width,
     mlp_ratio,
-    require_type,
 )
 from aphq.models.timm_vit import TimmVit
 
@@ -60,13 +58,8 @@ class TimmBeit(TimmVit):
     family = "timm.Beit"
     classes = (Beit,)
     scales = ("gamma_1", "gamma_2")
-
-    def check(self, model: Any) -> None:
-        require_type(model.patch_embed, "patch_embed", PatchEmbed)
-        for i, block in enumerate(model.blocks):
-            require_type(block, f"blocks.{i}", Block)
-            require_type(block.attn, f"blocks.{i}.attn", Attention, BeitAttention)
-            describe_mlp(block.mlp, f"blocks.{i}.mlp")
+    blocks = (Block,)
+    attentions = (Attention, BeitAttention)
 
     def before_head(self, model: Any, x: Tensor) -> Tensor:
         tokens: Tensor = model.norm(x)
@@ -88,9 +81,7 @@ class TimmBeit(TimmVit):
         return out
 
     def open_attention(self, model: Any) -> None:
-        for name, module in list(model.named_modules()):
-            if type(module) is Attention:
-                replace_module(model, name, BeitAttention(module))
+        replace_all(model, {Attention: BeitAttention})
 
     def describe(self, model: Any) -> dict[str, Any]:
         block = model.blocks[0]

@@ -18,7 +18,7 @@ from aphq.models.architecture import (
     Unit,
     module_step,
     register,
-    replace_module,
+    replace_all,
     unchanged,
 )
 from aphq.models.attention import OpenAttention, Projection, Projections
@@ -131,11 +131,7 @@ class TimmCait(Architecture):
         return (stream,)
 
     def open_attention(self, model: Any) -> None:
-        for name, module in list(model.named_modules()):
-            if type(module) is TalkingHeadAttn:
-                replace_module(model, name, TalkingHeads(module))
-            elif type(module) is ClassAttn:
-                replace_module(model, name, ClassAttention(module))
+        replace_all(model, {TalkingHeadAttn: TalkingHeads, ClassAttn: ClassAttention})
 
     def describe(self, model: Any) -> dict[str, Any]:
         block, token_block = model.blocks[0], model.blocks_token_only[0]

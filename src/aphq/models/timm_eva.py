@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from timm.layers import (
     AttentionPoolLatent,
     AttentionRope,
     GluMlp,
-    PatchEmbed,
     RotaryEmbeddingCat,
     RotaryEmbeddingDinoV3,
     RotaryEmbeddingMixed,
@@ -19,14 +19,13 @@ from timm.layers import (
 from timm.models.eva import Eva, EvaAttention, EvaBlock, EvaBlockPostNorm
 from torch import Tensor, nn
 
-from aphq.models.architecture import NormPair, Step, register, replace_module
+from aphq.models.architecture import NormPair, Step, register, replace_all
 from aphq.models.attention import LatentPool, OpenAttention, Projection, Projections, with_joint_bias
 from aphq.models.timm_parts import (
     arguments_of,
     block_norms,
     construct,
     describe_frame,
-    describe_mlp,
     describe_norm,
     hidden_width,
     mlp_ratio,
@@ -111,15 +110,12 @@ class TimmEva(TimmVit):
     family = "timm.Eva"
     classes = (Eva,)
     scales = ("gamma_1", "gamma_2")
+    blocks = (EvaBlock, EvaBlockPostNorm)
+    attentions = (EvaAttention, AttentionRope, RotaryAttention)
+    may_have_gates = True
 
     def check(self, model: Any) -> None:
-        require_type(model.patch_embed, "patch_embed", PatchEmbed)
-        for i, block in enumerate(model.blocks):
-            require_type(block, f"blocks.{i}", EvaBlock, EvaBlockPostNorm)
-            require_type(block.attn, f"blocks.{i}.attn", EvaAttention, AttentionRope, RotaryAttention)
-            describe_mlp(block.mlp, f"blocks.{i}.mlp")
-        if model.attn_pool is not None:
-            require_type(model.attn_pool, "attn_pool", AttentionPoolLatent, LatentPool)
+        super().check(model)
         if model.rope is not None:
             require_type(model.rope, "rope", *ROPES.values())
 
@@ -142,11 +138,8 @@ class TimmEva(TimmVit):
         return out
 
     def open_attention(self, model: Any) -> None:
-        for name, module in list(model.named_modules()):
-            if type(module) in (EvaAttention, AttentionRope):
-                replace_module(model, name, RotaryAttention(module, model.rope is not None))
-            elif type(module) is AttentionPoolLatent:
-                replace_module(model, name, LatentPool(module))
+        rotary = partial(RotaryAttention, rotary=model.rope is not None)
+        replace_all(model, {EvaAttention: rotary, AttentionRope: rotary, AttentionPoolLatent: LatentPool})
 
     def describe(self, model: Any) -> dict[str, Any]:
         block, embed, rope = model.blocks[0], model.patch_embed, model.rope

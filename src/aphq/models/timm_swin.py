@@ -23,7 +23,7 @@ from aphq.models.architecture import (
     Unit,
     module_step,
     register,
-    replace_module,
+    replace_all,
     unchanged,
 )
 from aphq.models.attention import SwinAttention
@@ -115,9 +115,7 @@ class TimmSwin(Architecture):
         return tuple(streams)
 
     def open_attention(self, model: Any) -> None:
-        for name, module in list(model.named_modules()):
-            if type(module) is WindowAttention:
-                replace_module(model, name, SwinAttention(module))
+        replace_all(model, {WindowAttention: SwinAttention})
 
     def describe(self, model: Any) -> dict[str, Any]:
         blocks = [stage.blocks[0] for stage in model.layers]

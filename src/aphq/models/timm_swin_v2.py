@@ -14,7 +14,7 @@ from timm.models.swin_transformer_v2 import (
 )
 from torch import Tensor, nn
 
-from aphq.models.architecture import NormPair, Stream, register, replace_module
+from aphq.models.architecture import NormPair, Stream, register, replace_all
 from aphq.models.attention import with_joint_bias
 from aphq.models.attention_cosine import CosineAttention, table_of
 from aphq.models.timm_parts import arguments_of, construct, describe_frame, describe_norm, mlp_ratio
@@ -59,9 +59,7 @@ class TimmSwinV2(TimmSwin):
         return ()
 
     def open_attention(self, model: Any) -> None:
-        for name, module in list(model.named_modules()):
-            if type(module) is WindowAttention:
-                replace_module(model, name, CosineWindowAttention(module))
+        replace_all(model, {WindowAttention: CosineWindowAttention})
 
     def describe(self, model: Any) -> dict[str, Any]:
         blocks = [stage.blocks[0] for stage in model.layers]

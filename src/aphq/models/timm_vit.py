@@ -20,7 +20,7 @@ from aphq.models.architecture import (
     Unit,
     module_step,
     register,
-    replace_module,
+    replace_all,
     unchanged,
 )
 from aphq.models.attention import LatentPool, VitAttention
@@ -51,15 +51,19 @@ class TimmVit(Architecture):
     classes: ClassVar[tuple[type[nn.Module], ...]] = (VisionTransformer,)
     scales: ClassVar[tuple[str, str]] = ("ls1.gamma", "ls2.gamma")  # parameters of a block's LayerScale
 
+    blocks: ClassVar[tuple[type[nn.Module], ...]] = (Block,)
+    attentions: ClassVar[tuple[type[nn.Module], ...]] = (Attention, VitAttention)
+    may_have_gates: ClassVar[bool] = False  # in attention
+
     def check(self, model: Any) -> None:
         require_type(model.patch_embed, "patch_embed", PatchEmbed)
         for i, block in enumerate(model.blocks):
-            require_type(block, f"blocks.{i}", Block)
-            require_type(block.attn, f"blocks.{i}.attn", Attention, VitAttention)
+            require_type(block, f"blocks.{i}", *self.blocks)
+            require_type(block.attn, f"blocks.{i}.attn", *self.attentions)
             describe_mlp(block.mlp, f"blocks.{i}.mlp")
-            if getattr(block.attn, "gate", None) is not None:
+            if getattr(block.attn, "gate", None) is not None and not self.may_have_gates:
                 raise ModelError(f"module 'blocks.{i}.attn' has a gate; supported there: Attention without a gate")
-        if model.attn_pool is not None:
+        if getattr(model, "attn_pool", None) is not None:
             require_type(model.attn_pool, "attn_pool", AttentionPoolLatent, LatentPool)
 
     def task_of(self, model: Any) -> TaskName:
@@ -138,11 +142,7 @@ class TimmVit(Architecture):
         return Reader(norms[0], tuple(name for name in ("head", "head_dist") if hasattr(model, name)))
 
     def open_attention(self, model: Any) -> None:
-        for name, module in list(model.named_modules()):
-            if type(module) is Attention:
-                replace_module(model, name, VitAttention(module))
-            elif type(module) is AttentionPoolLatent:
-                replace_module(model, name, LatentPool(module))
+        replace_all(model, {Attention: VitAttention, AttentionPoolLatent: LatentPool})
 
     def describe(self, model: Any) -> dict[str, Any]:
         block, embed = model.blocks[0], model.patch_embed

@@ -25,13 +25,13 @@ from aphq.models.architecture import (
     Unit,
     module_step,
     register,
-    replace_module,
+    replace_all,
     unchanged,
 )
 from aphq.models.attention import OpenAttention, linear_of
 from aphq.models.attention_cosine import CosineAttention, table_of
-from aphq.models.timm_parts import construct, describe_norm, mlp_ratio, norm_factory, require_type
-from aphq.models.torchvision_parts import mlp_of, torchvision_input
+from aphq.models.timm_parts import describe_norm, mlp_ratio, require_type
+from aphq.models.torchvision_parts import build_with_head, mlp_of, torchvision_input
 from aphq.models.windows import merge, padded, partition, shift_mask
 
 
@@ -154,11 +154,8 @@ class TorchvisionSwin(Architecture):
         return tuple(units)
 
     def open_attention(self, model: Any) -> None:
-        for name, module in list(model.named_modules()):
-            if type(module) is ShiftedWindowAttention:
-                replace_module(model, name, WindowAttention(module))
-            elif type(module) is ShiftedWindowAttentionV2:
-                replace_module(model, name, CosineWindowAttention(module))
+        twins = {ShiftedWindowAttention: WindowAttention, ShiftedWindowAttentionV2: CosineWindowAttention}
+        replace_all(model, twins)
 
     def describe(self, model: Any) -> dict[str, Any]:
         stages = [_inner(stage) for _, stage in _stages(model) if isinstance(stage, nn.Sequential)]
@@ -179,12 +176,7 @@ class TorchvisionSwin(Architecture):
         arguments = dict(description)
         if arguments.pop("version") == 2:
             arguments |= {"block": SwinTransformerBlockV2, "downsample_layer": PatchMergingV2}
-        arguments["norm_layer"] = norm_factory(arguments.pop("norm"))
-        classes = arguments.pop("num_classes")
-        model: Any = construct(SwinTransformer, {**arguments, "num_classes": 1 if classes is None else classes})
-        if classes is None:
-            model.head = nn.Identity()
-        return model
+        return build_with_head(SwinTransformer, arguments, "head")
 
 
 def _stages(model: Any) -> list[tuple[str, Any]]:

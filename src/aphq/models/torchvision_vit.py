@@ -23,8 +23,8 @@ from aphq.models.architecture import (
     unchanged,
 )
 from aphq.models.attention_packed import PackedAttention, require_plain
-from aphq.models.timm_parts import construct, describe_norm, norm_factory, readers_of, require_type
-from aphq.models.torchvision_parts import mlp_of, torchvision_input
+from aphq.models.timm_parts import describe_norm, readers_of, require_type
+from aphq.models.torchvision_parts import build_with_head, mlp_of, torchvision_input
 from aphq.quant.layers import QuantizedConv2d
 
 
@@ -102,13 +102,7 @@ class TorchvisionVit(Architecture):
         }
 
     def build(self, description: dict[str, Any]) -> nn.Module:
-        arguments = dict(description)
-        arguments["norm_layer"] = norm_factory(arguments.pop("norm"))
-        classes = arguments.pop("num_classes")
-        model: Any = construct(VisionTransformer, {**arguments, "num_classes": 1 if classes is None else classes})
-        if classes is None:
-            model.heads = nn.Identity()
-        return model
+        return build_with_head(VisionTransformer, dict(description), "heads")
 
 
 def _blocks(model: Any) -> list[tuple[str, Any]]:

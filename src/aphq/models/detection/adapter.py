@@ -22,7 +22,7 @@ from aphq.models.architecture import (
     Step,
     Unit,
     register,
-    replace_module,
+    replace_all,
     unchanged,
 )
 from aphq.models.attention import SwinAttention
@@ -85,9 +85,7 @@ class SwinDetector(DetectionArchitecture):
         return (*units, _pyramid_unit(model.config), _proposal_unit(), *heads)
 
     def open_attention(self, model: Any) -> None:
-        for name, module in list(model.named_modules()):
-            if type(module) is WindowAttention:
-                replace_module(model, name, SwinAttention(module))
+        replace_all(model, {WindowAttention: SwinAttention})
 
     def describe(self, model: Any) -> dict[str, Any]:
         config: DetectorConfig = model.config

@@ -9,7 +9,7 @@ from transformers import BeitForImageClassification, BeitModel
 from transformers.models.beit.modeling_beit import BeitRelativePositionBias
 
 from aphq.errors import ModelError
-from aphq.models.architecture import Reader, Step, Unit, register, replace_module, unchanged
+from aphq.models.architecture import Reader, Step, Unit, register, replace_all, unchanged
 from aphq.models.hf.base import HALF
 from aphq.models.hf.plain import HfPlain, Layout, tensor_of
 
@@ -78,9 +78,7 @@ class HfBeit(HfPlain):
 
     def open_attention(self, model: Any) -> None:
         super().open_attention(model)
-        for name, module in list(model.named_modules()):
-            if type(module) is BeitRelativePositionBias:
-                replace_module(model, name, FixedPositionBias(module))
+        replace_all(model, {BeitRelativePositionBias: FixedPositionBias})
 
 
 def _window(model: Any, size: tuple[int, int]) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Swinv2ForImageClassification, Swinv2Model
 from transformers.models.swinv2.modeling_swinv2 import Swinv2SelfAttention
 
-from aphq.models.architecture import Mlp, NormPair, register, replace_module
+from aphq.models.architecture import Mlp, NormPair, register, replace_all
 from aphq.models.attention import Projections
 from aphq.models.attention_cosine import CosineAttention, table_of
 from aphq.models.hf.base import require_parts
@@ -60,6 +60,4 @@ class HfSwinv2(HfSwin):
         return ()
 
     def open_attention(self, model: Any) -> None:
-        for name, module in list(model.named_modules()):
-            if type(module) is Swinv2SelfAttention:
-                replace_module(model, name, CosineSelfAttention(module))
+        replace_all(model, {Swinv2SelfAttention: CosineSelfAttention})
