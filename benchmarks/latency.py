@@ -52,7 +52,7 @@ def with_relu(model):
     result = copy.deepcopy(model)
     for mlp in (unit.mlp for unit in units if unit.mlp is not None):
         swap_activation(result, mlp)
-        quantizer = result.get_submodule(f"{mlp}.fc2").input_quantizer
+        quantizer = result.get_submodule(mlp.fc2).input_quantizer
         lower, upper = quantizer.limits()
         quantizer.set_range(0 * lower, upper)
     return result

@@ -17,7 +17,7 @@ from aphq.engine.workspace import Visit, Workspace
 from aphq.models.architecture import run_units, unit_sites
 from aphq.models.distillation import LOGITS, softmax_probe
 from aphq.models.student import enable
-from aphq.recipe import Importance
+from aphq.recipe import Importance, Views
 from aphq.stages.importance import ImportanceMap, Importances, fisher_diagonals, normalised
 from aphq.stages.scale_search import search_scales
 
@@ -314,3 +314,15 @@ def test_an_image_counts_the_same_in_a_short_last_batch(tiny_vit: nn.Module) -> 
         return values.flatten(1).mean(1)
 
     assert torch.allclose(size_of_each(8), size_of_each(7), rtol=0.02)  # of 7 + 1 the last image is alone
+
+
+def test_views_behind_the_images_do_not_count(tiny_vit: nn.Module) -> None:
+    """Also where the last batch of images is short and the pool goes on with views."""
+    work = workspace(tiny_vit, short(calibration__batch=4), pixels(6))
+    alone = map_at(work, "blocks.0", kind="aph").shared
+    pool = work.pool(Views(copies=1), STAGE)
+    visit = next(visit for visit in work.walk(pool) if visit.unit.name == "blocks.0")
+    among_views = Importances(work, Importance(kind="aph")).at("blocks.0", visit).shared
+    assert alone is not None
+    assert among_views is not None
+    assert torch.equal(alone, among_views)

@@ -42,17 +42,15 @@ def test_the_network_comes_closer_to_its_teacher(family: str, weight_lr: float, 
     tune_jointly(
         work, JointTuning(steps=40, batch=8, scale_lr=1e-2, float_lr=3e-3, weight_lr=weight_lr, views=AS_THEY_ARE)
     )
-    assert divergence(work, x) < 0.8 * before
+    assert divergence(work, x) < (0.8 if weight_lr else 0.9) * before
 
 
-def test_weights_without_a_rate_move_by_their_scales_alone(tiny_vit: nn.Module) -> None:
+def test_weights_without_a_rate_stay_where_they_are(tiny_vit: nn.Module) -> None:
     work = searched(tiny_vit)
     layer: Any = work.student.get_submodule("blocks.0.attn.qkv")
-    codes = layer.weight_quantizer.codes(layer.weight)
-    scale = layer.weight_quantizer.scale.clone()
+    before = layer.weight_quantizer(layer.weight)
     tune_jointly(work, JointTuning(steps=10, batch=8, scale_lr=0.1, views=AS_THEY_ARE))
-    assert torch.equal(layer.weight_quantizer.codes(layer.weight), codes)
-    assert (layer.weight_quantizer.scale / scale - 1).abs().min() > 0.01
+    assert torch.equal(layer.weight, before)
 
 
 def test_what_is_left_alone_stays_as_it_was(tiny_vit: nn.Module) -> None:
@@ -65,9 +63,8 @@ def test_what_is_left_alone_stays_as_it_was(tiny_vit: nn.Module) -> None:
             assert torch.equal(module.bias, old.bias), name
         if isinstance(module, nn.LayerNorm):
             assert torch.equal(module.weight, old.weight), name
-    moved = [not torch.equal(m.scale, before.get_submodule(n).scale)  # type: ignore[arg-type]
-             for n, m in work.student.named_modules() if isinstance(m, Quantizer)]  # fmt: skip
-    assert all(moved)
+        if isinstance(module, Quantizer):
+            assert torch.equal(module.scale, old.scale) == name.endswith("weight_quantizer"), name
 
 
 def test_afterwards_every_weight_is_on_its_grid_and_nothing_learns(tiny_swin: nn.Module) -> None:

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aphq import kernels
-from aphq.quant.fixed_codes import FixedCodes
 from aphq.quant.quantizer import Quantizer
 from aphq.quant.rounding import LearnedRounding
 from aphq.quant.straight_through import StraightThrough
@@ -25,7 +24,7 @@ from aphq.quant.straight_through import StraightThrough
 class QuantizedLayer(nn.Module):
     """What linear layers and convolutions share: a weight, a bias, and the quantizers of weight and input."""
 
-    rounding: LearnedRounding | StraightThrough | FixedCodes | None  # while the weight is being learned
+    rounding: LearnedRounding | StraightThrough | None  # while the weight is being learned
 
     out_dim = 0  # the dimension of the weight that counts output channels
 

@@ -112,7 +112,8 @@ class Importances:
         count, batch = len(self.work.images), self.work.pass_batch  # views come behind them, and do not count
         for number, start in enumerate(range(0, count, batch)):
             if self.work.ranks.owns(number):
-                part = self._sample_map(site, visit, slice(start, start + batch)).sum(0, keepdim=True)
+                rows = slice(start, min(count, start + batch))
+                part = self._sample_map(site, visit, rows).sum(0, keepdim=True)
                 total = part if total is None else total + part
         if total is None:  # more processes than batches
             total = torch.zeros_like(self._sample_map(site, visit, slice(0, 1)))

@@ -1,9 +1,9 @@
 """Joint tuning: the whole quantized network learns to say what the float teacher says, on fresh views.
 
-Reconstruction unit by unit never sees how the units' errors add up. Here all of them learn at once: every scale, what
-stays in float, and, if they are given a rate, weights straight through their rounding. The loss is the distillation
-loss at the logits plus the mean relative error of the units' outputs, which tells early units more than the logits
-alone would.
+Reconstruction unit by unit never sees how the units' errors add up. Here all of them learn at once: the scales of
+activations, what stays in float, and, if they are given a rate, weights straight through their rounding. The loss is
+the distillation loss at the logits plus the mean relative error of the units' outputs, which tells early units more
+than the logits alone would.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from aphq.engine.store import push
 from aphq.engine.workspace import Workspace
 from aphq.models.architecture import made
 from aphq.models.student import enable
-from aphq.quant.fixed_codes import FixedCodes
 from aphq.quant.straight_through import StraightThrough
 from aphq.stages.batches import recordable
 from aphq.stages.learnable import Learnable
@@ -35,10 +34,13 @@ def tune_jointly(work: Workspace, config: settings.JointTuning) -> None:
         return
     seed = work.recipe.seed
     learned = Learnable.of(work, work.units, config.quantized_share, seed_for(seed, config.NAME))
-    parameters = [*learned.scales, *learned.weight_scales, *(learned.rest if config.float_lr else ())]
+    weight_scales = learned.weight_scales if config.weight_lr else []
+    parameters = [*learned.scales, *weight_scales, *(learned.rest if config.float_lr else ())]
     work.progress.start(config.NAME, config.steps)
-    rounding = StraightThrough if config.weight_lr else FixedCodes
-    with seeded(seed, config.NAME, device=work.device), learned.rounded_by(rounding, parameters):
+    with (
+        seeded(seed, config.NAME, device=work.device),
+        learned.rounded_by(StraightThrough if config.weight_lr else None, parameters),
+    ):
         if config.steps and (learned.roundings or parameters):
             curve = _loop(work, config, learned).run(work.progress.advance)
             work.folder.event("unit", stage=config.NAME, unit="all", **curve.to_dict())
@@ -70,7 +72,7 @@ def _loop(work: Workspace, config: settings.JointTuning, learned: Learnable) -> 
     def redraw(step: int) -> None:
         work.views(config.views, config.NAME, str(step), into=held)
 
-    scales = [(p, float(p.data.mean())) for p in (*learned.scales, *learned.weight_scales)]
+    scales = [(p, float(p.data.mean())) for p in (*learned.scales, *learned.weight_scales) if p.requires_grad]
     masters = [r for r in learned.roundings if isinstance(r, StraightThrough)]
     weights = [(r.master, float(r.quantizer.scale.data.mean())) for r in masters]
     return Loop(

@@ -15,13 +15,12 @@ from aphq.engine.workspace import Workspace
 from aphq.models.architecture import Unit, replace_module
 from aphq.quant.affine import SMALLEST_SCALE
 from aphq.quant.drop import Drop
-from aphq.quant.fixed_codes import FixedCodes
 from aphq.quant.layers import QuantizedLayer
 from aphq.quant.quantizer import Quantizer
 from aphq.quant.rounding import LearnedRounding
 from aphq.quant.straight_through import StraightThrough
 
-Rounding = LearnedRounding | StraightThrough | FixedCodes
+Rounding = LearnedRounding | StraightThrough
 
 
 def unit_modules(work: Workspace, unit: Unit) -> list[nn.Module]:
@@ -57,15 +56,15 @@ class Learnable:
 
     @contextmanager
     def rounded_by(
-        self, rounding: Callable[[Tensor, Quantizer], Rounding], parameters: Sequence[Tensor]
+        self, rounding: Callable[[Tensor, Quantizer], Rounding] | None, parameters: Sequence[Tensor]
     ) -> Iterator[None]:
-        """Inside the block weights are rounded by what `rounding` makes of them, activations are dropped, and
-        `parameters` learn; after it the rounding is final."""
+        """Inside the block weights are rounded by what `rounding` makes of them (None: to the nearest), activations
+        are dropped, and `parameters` learn; after it the rounding is final."""
         with ExitStack() as stack:
             for unit in self.units:
                 stack.enter_context(_relu_in_quantizer(self.work, unit))
             for layer in self.layers:
-                if layer.weight_quantizer is not None:
+                if layer.weight_quantizer is not None and rounding is not None:
                     layer.rounding = rounding(layer.weight, layer.weight_quantizer)
             for number, quantizer in enumerate(self.inputs):
                 quantizer.drop = self.drop(self.share, number + 1)
