@@ -6,7 +6,7 @@ fast      reparameterisation and scale search: seconds on a GPU, about a minute 
 balanced  every stage, with a few hundred to two thousand steps per unit and the `fisher` importance, which is seeded
           and needs only a few passes for all units
 paper     the published recipe: 20 000 steps per unit, augmented images, the `aph` importance
-best      a rotated model, 10 000 steps per unit on each image and 15 views of it, then the whole network tuned jointly
+best      a rotated model, 10 000 steps per unit on each image and 31 views of it, then the whole network tuned jointly
           on fresh views
 """
 
@@ -87,8 +87,9 @@ def _stages(weight_bits: int, activation_bits: int, effort: str) -> tuple[Stage,
         mlp = replace(mlp, steps=steps, importance=importance)
         blocks = replace(blocks, steps=steps, importance=importance)
     if effort == "best":
-        views = Views(copies=15, mixup=0.5)
-        mlp, blocks = replace(mlp, views=views), replace(blocks, views=views)
+        views = Views(copies=31, mixup=0.5, cutmix=0.5)
+        mlp = replace(mlp, views=replace(views, copies=7))  # does not over-fit, and holds several MLPs' rows at once
+        blocks = replace(blocks, views=views, quantized_share=0.8, float_lr=1e-4)
     stages: tuple[Stage, ...] = (norms, search, blocks)
     if activation_bits <= LOW_BITS:
         stages = (mlp, *stages)

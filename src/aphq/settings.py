@@ -182,7 +182,7 @@ class JointTuning:
     steps: int = 4000
     batch: int = 32
     scale_lr: float = 1e-3  # relative to the scale; of activations, and of weights that learn
-    float_lr: float = 1e-4  # of what stays in float: biases, norms
+    float_lr: float = 1e-3  # of what stays in float: biases, norms
     weight_lr: float = 0.0  # in steps of the weight's grid, straight through the rounding
     temperature: float = 1.0  # of the KL divergence at the logits
     logit_weight: float = 1.0  # of that divergence

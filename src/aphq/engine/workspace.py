@@ -157,6 +157,7 @@ class Workspace:
         """Teacher and student side by side, unit by unit; after each visit the student's unit, as it is by then,
         takes the student's activations forward. One pass over the images for each, three activations in memory."""
         teacher_in = self.image_rows() if images is None else images
+        del images  # a pool of views is large, and nobody needs it after the first unit
         if isinstance(teacher_in, ImageRows) and not self.images.ragged:  # whole scenes are large: they stay bytes
             teacher_in = push(lambda x: x, teacher_in, self.store, self.pass_batch)
         student_in = teacher_in
@@ -171,6 +172,7 @@ class Workspace:
     def walk_one(self, model: nn.Module, images: Rows | None = None) -> Iterator[tuple[Unit, Rows]]:
         """(unit, its input) along one model."""
         rows = self.image_rows() if images is None else images
+        del images
         for unit in self.units:
             yield unit, rows
             if unit is not self.units[-1]:
