@@ -74,11 +74,10 @@ def random_recipe(rng: random.Random) -> dict[str, Any]:
         "block_reconstruction": {
             **learned,
             "quantized_share": pick([0.01, 0.5, 1.0]),
-            "input_quantized_share": pick([0.01, 0.5, 1.0]),
+            "input_quantized_share": pick([0.0, 0.5, 1.0]),
             "float_lr": pick([0.0, 1e-3]),
             "rounding_lr": pick([1e-3, 0.1, 10.0]),
         },
-        "output_correction": {"images": pick([1, 8]), "factors": flag()},
         "joint_tuning": {
             "steps": pick(STEPS),
             "batch": pick([1, 16]),

@@ -42,6 +42,7 @@ def reconstruct_blocks(work: Workspace, config: settings.BlockReconstruction) ->
                 curve = _reconstruct(work, config, importances, visit)
                 work.save_unit(config.NAME, unit)
                 work.folder.event("unit", stage=config.NAME, unit=unit.name, **curve.to_dict())
+            del visit  # its rows go while the walk makes the next ones
         work.progress.finish()
 
 
