@@ -1,6 +1,7 @@
 """The gate, the files it lets through, and what runs them."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 
 import aphq
 from aphq.errors import ExportError, RunError, RuntimeMissingError
-from aphq.export import export, sites
+from aphq.export import export, onnx_file, sites
 from aphq.export.metadata import preprocessing_from
+from aphq.export.parity import Match, compare_whole
 from aphq.runtimes.session import open_exported
 
 from ..runs import pixels
@@ -111,6 +113,29 @@ def test_a_graph_that_computes_something_else_is_refused(tmp_path: Path, monkeyp
     assert not kept["passed"]
     assert kept["reference"]["where"] == "blocks.1"
     assert "by force" in found.summary()
+
+
+def test_a_runtime_that_computes_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth too much in every unit, which a whole model that is allowed to differ might hide."""
+    original = onnx_file.fused
+
+    def off(content: bytes, batch: int | None) -> Any:
+        found = original(content, batch)
+        return {**found, "onnxruntime": lambda x: 1.1 * found["onnxruntime"](x)}
+
+    monkeypatch.setattr(onnx_file, "fused", off)
+    with pytest.raises(ExportError, match=r"not written \(onnxruntime, by unit: error .* in .*: FAILED"):
+        small_run().export("onnx", out=tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_amplifies_rounding_may_differ_more_but_not_arbitrarily() -> None:
+    logits = torch.randn(8, 10, generator=torch.Generator().manual_seed(0))
+    calm, wild = Match(0.0, math.inf), Match(5.0, math.inf)
+    assert compare_whole(logits, 1.15 * logits, calm).passed
+    assert not compare_whole(logits, 1.3 * logits, calm).passed
+    assert compare_whole(logits, 1.7 * logits, wild).passed
+    assert not compare_whole(logits, -logits, wild).passed
 
 
 def test_a_run_folder_has_its_own_images(tmp_path: Path, tiny_vit: Any) -> None:

@@ -17,7 +17,7 @@ from aphq.data import load_calibration
 from aphq.engine.folder import RunFolder
 from aphq.errors import ExportError
 from aphq.export.metadata import PREFIX, describe
-from aphq.export.parity import Parity, compare_units, compare_whole
+from aphq.export.parity import Match, Parity, compare_units, compare_whole
 from aphq.export.registry import Draft, Options, exporter_named
 from aphq.models.architecture import architecture_of, predict
 
@@ -94,10 +94,10 @@ def export(
 
 @torch.no_grad()
 def _compare(model: nn.Module, draft: Draft, images: Tensor) -> Parity:
-    matches = {}
-    if draft.literal is not None:
+    matches: dict[str, Match] = {}
+    if draft.parts is not None:
         units = architecture_of(model).units(model)
-        matches["reference"] = compare_units(model, units, images[:UNIT_IMAGES], draft.literal)
+        matches |= compare_units(model, units, images[:UNIT_IMAGES], draft.parts)
     parts, precise = images.split(UNIT_IMAGES), copy.deepcopy(model).double()
     expected = torch.cat([predict(model, part) for part in parts])
     own = compare_whole(expected, torch.cat([predict(precise, part.double()) for part in parts]).float())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from aphq.engine.files import write_atomically
-from aphq.export.registry import Draft, Options, Predict, register
+from aphq.export.registry import REFERENCE, Draft, Options, Predict, register
 from aphq.export.sites import STYLES
 from aphq.export.trace import trace
 from aphq.export.translate import translate
@@ -31,7 +31,7 @@ class OnnxExporter:
             write_atomically(path, lambda temporary: temporary.write_bytes(proto.SerializeToString()))
             return [path]
 
-        return Draft(fused(proto.SerializeToString(), options.batch), write, partial(literal, model, options))
+        return Draft(fused(proto.SerializeToString(), options.batch), write, partial(parts, model, options))
 
 
 def build(model: nn.Module, images: Tensor, options: Options) -> Any:
@@ -43,13 +43,13 @@ def build(model: nn.Module, images: Tensor, options: Options) -> Any:
     return proto
 
 
-def literal(model: nn.Module, options: Options, step: Step, sample: Tensor) -> Predict:
-    """One step of the model in the same patterns, run as they stand."""
+def parts(model: nn.Module, options: Options, step: Step, sample: Tensor) -> dict[str, Predict]:
+    """One step of the model in the same patterns, run as they stand, and as each runtime fuses them."""
     from aphq.runtimes import onnxruntime
 
     content = translate(model, trace(model, sample, step=step), STYLES[options.tuned_for]).SerializeToString()
     infer, _ = onnxruntime.open_session(content, torch.get_num_threads(), literal=True)
-    return partial(in_batches, infer, batch=len(sample))
+    return {REFERENCE: partial(in_batches, infer, batch=len(sample)), **fused(content, len(sample))}
 
 
 def fused(content: bytes, batch: int | None) -> dict[str, Predict]:

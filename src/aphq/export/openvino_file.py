@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from aphq.engine.files import write_together
-from aphq.export.onnx_file import build, literal
+from aphq.export.onnx_file import build, parts
 from aphq.export.registry import Draft, Options, register
 from aphq.extras import require
 from aphq.runtimes.batches import in_batches
@@ -31,7 +31,7 @@ class OpenVinoExporter:
         graph = core.read_model(build(model, images, options).SerializeToString())
         request = core.compile_model(graph, "CPU", settings(None)).create_infer_request()
         fused = partial(in_batches, lambda pixels: request.infer({0: pixels})[0], batch=options.batch)
-        return Draft({"openvino": fused}, partial(_write, openvino, graph), partial(literal, model, options))
+        return Draft({"openvino": fused}, partial(_write, openvino, graph), partial(parts, model, options))
 
 
 def _write(openvino: Any, graph: Any, path: Path, metadata: dict[str, str]) -> list[Path]:

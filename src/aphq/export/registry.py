@@ -30,6 +30,7 @@ class Options:
 
 
 Predict = Callable[[Tensor], Tensor]  # normalised images -> logits
+REFERENCE = "reference"  # the way to run a graph operator by operator, as it stands
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Draft:
 
     fused: dict[str, Predict]  # the whole model, by runtime
     write: Callable[[Path, dict[str, str]], list[Path]]  # (path, metadata) -> the files written
-    literal: Callable[[Step, Tensor], Predict] | None = None  # (step, sample) -> that step, operator by operator
+    parts: Callable[[Step, Tensor], dict[str, Predict]] | None = None  # (step, sample) -> that step alone, by each way
 
 
 class Exporter(Protocol):
