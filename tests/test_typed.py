@@ -104,3 +104,11 @@ def test_whole_numbers_pass_as_floats() -> None:
 def test_nearest_proposes_one_name_or_lists_all() -> None:
     assert nearest("stesp", ["steps", "batch"]) == "did you mean 'steps'?"
     assert nearest("zzz", ["steps", "batch"]) == "valid names: batch, steps"
+
+
+def test_of_very_many_names_a_few_are_shown() -> None:
+    names = [f"model_{i:04}" for i in range(1000)]
+    text = nearest("?", names)
+    assert text.startswith("1000 names are valid, such as model_0000, model_")
+    assert len(text) < 250
+    assert nearest("model_0500x", names) == "did you mean 'model_0500'?"

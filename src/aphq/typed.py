@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 T = TypeVar("T")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 80, 60, 40
+MOST_NAMES, FEW_NAMES = 60, 12  # an error lists so many names at most; of more, so few
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
@@ -25,10 +26,15 @@ class TypedError(ValueError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """A clause that proposes the closest valid name, or lists them all when nothing is close."""
+    """A clause that proposes the closest valid name, or lists them when nothing is close: all, or some of very many."""
     names = sorted(choices)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"valid names: {', '.join(names)}"
+    if close:
+        return f"did you mean {close[0]!r}?"
+    if len(names) > MOST_NAMES:
+        some = names[:: len(names) // FEW_NAMES + 1]
+        return f"{len(names)} names are valid, such as {', '.join(some)}"
+    return f"valid names: {', '.join(names)}"
 
 
 def shown(value: Any) -> str:
