@@ -38,6 +38,23 @@ def main() -> None:
         print(json.dumps(line), flush=True)
 
 
+def in_float64(model):
+    """The simulation in another arithmetic: what rounding alone changes."""
+    import copy
+
+    import torch
+
+    class InFloat64(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.precise = copy.deepcopy(model).double()
+
+        def forward(self, x):
+            return self.precise(x.double()).float()
+
+    return InFloat64()
+
+
 def measure(args: argparse.Namespace, source: str | pathlib.Path) -> dict:
     """`source`: bits to quantize to, or the folder of a run."""
     import torch
@@ -63,6 +80,7 @@ def measure(args: argparse.Namespace, source: str | pathlib.Path) -> dict:
     models = {  # the first is what the others are compared with
         "fake_quantized": quantized,
         "float": model,
+        "in_float64": in_float64(quantized),
         **{name: open_exported(exported.path, name, torch.get_num_threads()) for name in ("onnxruntime", "openvino")},
     }
     found = compare(models, as_labelled(args.val, model.num_classes), info.preprocessing, limit=args.limit)
