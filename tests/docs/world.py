@@ -10,6 +10,7 @@ import runpy
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ import transformers
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
+from torchvision.models.detection import MaskRCNN
 from typer.testing import CliRunner
 
 import aphq
+import aphq.detection
 import aphq.models.hf  # its adapters register when they are first needed: not in a registry that is only patched in
 from aphq import presets
 from aphq.cli.app import app
+from aphq.detection import timm_backbone
 from aphq.models import architecture
 from aphq.models.detection.config import DETECTORS, DetectorConfig
 from aphq.recipe import Recipe, Stage
@@ -47,7 +51,9 @@ STAND_INS = {  # timm's models in the documentation, and what they are here
     "deit_small_patch16_224": SMALL_VIT,
     "vit_tiny_patch16_224": SMALL_VIT,
     "vit_small_patch16_224": SMALL_VIT,
+    "swin_tiny_patch4_window7_224": {"img_size": 64, "embed_dim": 8, "depths": (1, 2, 1, 1), "num_heads": (1, 2, 2, 4)},
 }
+SMALL_PYRAMID = 8
 SHORTER = {  # words of commands, and what stands for them here; steps of presets are cut in `shrink`
     "steps=500": "steps=3",
     "steps=2000": "steps=3",
@@ -71,6 +77,7 @@ def shrink(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(presets, "_stages", short)
     patch.setattr(architecture, "_REGISTRY", list(architecture._REGISTRY))  # examples add adapters to it
     patch.setattr(type(TASKS["detection"]), "preprocessing_of", lambda *_: RULES)
+    patch.setattr(aphq.detection, "timm_backbone", partial(timm_backbone, width=SMALL_PYRAMID))
     patch.setitem(torchvision_models.BUILTIN_MODELS, "maskrcnn_resnet50_fpn", rcnn_builder)
     for name, config in list(DETECTORS.items()):
         patch.setitem(DETECTORS, name, DetectorConfig.from_dict({**TINY, "kind": config.kind}))
@@ -94,6 +101,8 @@ def furnish_for_detectors(folder: Path) -> None:
         torch.save({"state_dict": dict(detector().state_dict())}, folder / name)
     torch.save({"state_dict": dict(detector("cascade_mask_rcnn").state_dict())}, folder / "cascade.pth")
     torch.save(rcnn().state_dict(), folder / "maskrcnn.pth")
+    swin = aphq.detection.timm_backbone("swin_tiny_patch4_window7_224")
+    torch.save(MaskRCNN(swin, num_classes=4).state_dict(), folder / "maskrcnn_swin.pth")
     (folder / "train2017").mkdir()
     for number, picture in enumerate(pictures()):
         Image.fromarray(picture.permute(1, 2, 0).numpy()).save(folder / "train2017" / f"{number}.png")
