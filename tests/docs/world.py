@@ -18,11 +18,11 @@ import pytest
 import timm
 import torch
 import torchvision.models._api as torchvision_models
+import torchvision.models.detection as torchvision_detection
 import transformers
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
-from torchvision.models.detection import MaskRCNN
 from typer.testing import CliRunner
 
 import aphq
@@ -39,7 +39,7 @@ from aphq.tasks import TASKS
 from ..coco_set import write as write_coco
 from ..conftest import scramble
 from ..models.detection.nets import TINY, detector
-from ..models.detection.rcnn import rcnn, rcnn_builder
+from ..models.detection.rcnn import OUTPUTS, WIDTH, rcnn, rcnn_builder
 from ..runs import pixels, shortened
 from ..scenes_of import RULES, pictures
 from .blocks import ROOT, Block
@@ -53,7 +53,6 @@ STAND_INS = {  # timm's models in the documentation, and what they are here
     "vit_small_patch16_224": SMALL_VIT,
     "swin_tiny_patch4_window7_224": {"img_size": 64, "embed_dim": 8, "depths": (1, 2, 1, 1), "num_heads": (1, 2, 2, 4)},
 }
-SMALL_PYRAMID = 8
 SHORTER = {  # words of commands, and what stands for them here; steps of presets are cut in `shrink`
     "steps=500": "steps=3",
     "steps=2000": "steps=3",
@@ -77,10 +76,18 @@ def shrink(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(presets, "_stages", short)
     patch.setattr(architecture, "_REGISTRY", list(architecture._REGISTRY))  # examples add adapters to it
     patch.setattr(type(TASKS["detection"]), "preprocessing_of", lambda *_: RULES)
-    patch.setattr(aphq.detection, "timm_backbone", partial(timm_backbone, width=SMALL_PYRAMID))
+    patch.setattr(aphq.detection, "timm_backbone", partial(timm_backbone, width=WIDTH))
+    patch.setattr(torchvision_detection, "MaskRCNN", small_mask_rcnn)
     patch.setitem(torchvision_models.BUILTIN_MODELS, "maskrcnn_resnet50_fpn", rcnn_builder)
     for name, config in list(DETECTORS.items()):
         patch.setitem(DETECTORS, name, DetectorConfig.from_dict({**TINY, "kind": config.kind}))
+
+
+def small_mask_rcnn(backbone: nn.Module, num_classes: int) -> nn.Module:
+    """For torchvision's own, whose heads are wide."""
+    assert num_classes == OUTPUTS
+    model: nn.Module = rcnn(trunk=backbone)
+    return model
 
 
 def furnish(folder: Path) -> None:
@@ -102,7 +109,7 @@ def furnish_for_detectors(folder: Path) -> None:
     torch.save({"state_dict": dict(detector("cascade_mask_rcnn").state_dict())}, folder / "cascade.pth")
     torch.save(rcnn().state_dict(), folder / "maskrcnn.pth")
     swin = aphq.detection.timm_backbone("swin_tiny_patch4_window7_224")
-    torch.save(MaskRCNN(swin, num_classes=4).state_dict(), folder / "maskrcnn_swin.pth")
+    torch.save(rcnn(trunk=swin).state_dict(), folder / "maskrcnn_swin.pth")
     (folder / "train2017").mkdir()
     for number, picture in enumerate(pictures()):
         Image.fromarray(picture.permute(1, 2, 0).numpy()).save(folder / "train2017" / f"{number}.png")
