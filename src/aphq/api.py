@@ -70,7 +70,7 @@ def quantize(
         model: a Vision Transformer of timm, torchvision or transformers (docs/models.md); a name in timm or torchvision
             (weights from the hub or the file `weights`); a folder that transformers' save_pretrained wrote, or its name
             on the hub; a detector of `aphq.detection`, or its name with the file `weights`; torchvision's MaskRCNN or
-            FasterRCNN with a ResNet (docs/detect.md).
+            FasterRCNN with a ResNet or timm's Swin or ViT (docs/detect.md).
         recipe: a preset name such as "w4a4" at an `effort`, a YAML or JSON file, or a Recipe.
         data: a folder, list or zip of images, a tensor, a DataLoader or any iterable of images; see `load_calibration`.
         effort: "fast", "balanced", "paper" or "best", for a preset.

@@ -10,6 +10,7 @@ import runpy
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import timm
 import torch
 import torchvision.models._api as torchvision_models
+import torchvision.models.detection as torchvision_detection
 import transformers
 from PIL import Image
 from safetensors.torch import save_file
@@ -24,9 +26,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import aphq
+import aphq.detection
 import aphq.models.hf  # its adapters register when they are first needed: not in a registry that is only patched in
 from aphq import presets
 from aphq.cli.app import app
+from aphq.detection import timm_backbone
 from aphq.models import architecture
 from aphq.models.detection.config import DETECTORS, DetectorConfig
 from aphq.recipe import Recipe, Stage
@@ -35,7 +39,7 @@ from aphq.tasks import TASKS
 from ..coco_set import write as write_coco
 from ..conftest import scramble
 from ..models.detection.nets import TINY, detector
-from ..models.detection.rcnn import rcnn, rcnn_builder
+from ..models.detection.rcnn import OUTPUTS, WIDTH, rcnn, rcnn_builder
 from ..runs import pixels, shortened
 from ..scenes_of import RULES, pictures
 from .blocks import ROOT, Block
@@ -47,6 +51,7 @@ STAND_INS = {  # timm's models in the documentation, and what they are here
     "deit_small_patch16_224": SMALL_VIT,
     "vit_tiny_patch16_224": SMALL_VIT,
     "vit_small_patch16_224": SMALL_VIT,
+    "swin_tiny_patch4_window7_224": {"img_size": 64, "embed_dim": 8, "depths": (1, 2, 1, 1), "num_heads": (1, 2, 2, 4)},
 }
 SHORTER = {  # words of commands, and what stands for them here; steps of presets are cut in `shrink`
     "steps=500": "steps=3",
@@ -71,9 +76,18 @@ def shrink(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(presets, "_stages", short)
     patch.setattr(architecture, "_REGISTRY", list(architecture._REGISTRY))  # examples add adapters to it
     patch.setattr(type(TASKS["detection"]), "preprocessing_of", lambda *_: RULES)
+    patch.setattr(aphq.detection, "timm_backbone", partial(timm_backbone, width=WIDTH))
+    patch.setattr(torchvision_detection, "MaskRCNN", small_mask_rcnn)
     patch.setitem(torchvision_models.BUILTIN_MODELS, "maskrcnn_resnet50_fpn", rcnn_builder)
     for name, config in list(DETECTORS.items()):
         patch.setitem(DETECTORS, name, DetectorConfig.from_dict({**TINY, "kind": config.kind}))
+
+
+def small_mask_rcnn(backbone: nn.Module, num_classes: int) -> nn.Module:
+    """For torchvision's own, whose heads are wide."""
+    assert num_classes == OUTPUTS
+    model: nn.Module = rcnn(trunk=backbone)
+    return model
 
 
 def furnish(folder: Path) -> None:
@@ -94,6 +108,8 @@ def furnish_for_detectors(folder: Path) -> None:
         torch.save({"state_dict": dict(detector().state_dict())}, folder / name)
     torch.save({"state_dict": dict(detector("cascade_mask_rcnn").state_dict())}, folder / "cascade.pth")
     torch.save(rcnn().state_dict(), folder / "maskrcnn.pth")
+    swin = aphq.detection.timm_backbone("swin_tiny_patch4_window7_224")
+    torch.save(rcnn(trunk=swin).state_dict(), folder / "maskrcnn_swin.pth")
     (folder / "train2017").mkdir()
     for number, picture in enumerate(pictures()):
         Image.fromarray(picture.permute(1, 2, 0).numpy()).save(folder / "train2017" / f"{number}.png")

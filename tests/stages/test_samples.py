@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from aphq.quant.layers import QuantizedLayer, quantized_sites
-from aphq.stages.samples import Samples, sample_inputs
+from aphq.stages.samples import LARGEST_MATRIX, Sample, Samples, sample_inputs
 
 from ..runs import pixels, short, workspace
 
@@ -49,3 +49,18 @@ def test_the_seed_decides_the_rows(tiny_vit: nn.Module) -> None:
 def test_a_swin_gives_windows_as_samples(tiny_swin: nn.Module) -> None:
     found = sampled(tiny_swin, "layers.0.blocks.0", 64)
     assert found["layers.0.blocks.0.attn.qk"][0].values.shape[1:] == (2, 16, 8)
+
+
+def test_matrices_of_different_sizes_are_thinned_alike() -> None:
+    """What is left of a product of two operands is the product of what is left of them, on some tokens."""
+    left, right = Sample((1,)), Sample((1,))
+    for tokens in (30, 12, LARGEST_MATRIX + 50):
+        number = torch.arange(float(tokens))
+        p, v = number.expand(1, 2, tokens, -1), number.view(-1, 1).expand(1, 2, -1, 3)
+        left.add(p, p)
+        right.add(v, v)
+    assert left.values.shape == (3, 2, 12, 12)
+    assert right.values.shape == (3, 2, 12, 3)
+    assert torch.equal(left.values[:, 0, 0], right.values[:, 0, :, 0]), "the same tokens of both"
+    assert left.values[0, 0, 0].tolist()[::11] == [0, 29], "from the first to the last"
+    assert float(left.range.upper) == LARGEST_MATRIX + 49, "the range is that of everything"

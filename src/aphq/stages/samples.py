@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,8 @@ from aphq.engine.workspace import Workspace
 from aphq.models.architecture import Unit, rows_of
 from aphq.quant.layers import QuantizedLayer, QuantizedProduct
 from aphq.quant.search import Range, reduce_to
+
+LARGEST_MATRIX = 256  # tokens of an attention product, where those of whole images of any size take part
 
 
 @dataclass
@@ -34,13 +37,27 @@ class Sample:
 
     @property
     def values(self) -> Tensor:
-        return torch.cat(self.parts)
+        """All rows; of matrices of different sizes as much as they have in common, spread evenly over each. Tokens that
+        are left out of one operand of a product are left out of the other."""
+        shapes = {part.shape[1:] for part in self.parts}
+        if len(shapes) == 1:
+            return torch.cat(self.parts)
+        common = [min(*sides, LARGEST_MATRIX) for sides in zip(*shapes, strict=True)]
+        return torch.cat([_thinned(part, common) for part in self.parts])
 
     @property
     def range(self) -> Range:
         assert self.lower is not None, "nothing was sampled"
         assert self.upper is not None
         return Range(self.lower, self.upper)
+
+
+def _thinned(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """[samples, ...] with so many of the entries along each of its other dimensions, evenly."""
+    for dim, size in enumerate(sizes, start=1):
+        if x.shape[dim] > size:
+            x = x.index_select(dim, torch.linspace(0, x.shape[dim] - 1, size).long().to(x.device))
+    return x
 
 
 Samples = dict[str, tuple[Sample, ...]]  # site -> its input, or the left and right operand of a product
@@ -57,7 +74,8 @@ def sample_inputs(
 ) -> Samples:
     """Run the student's unit once over `rows` and sample what each site gets.
 
-    A layer's input is sampled by rows [tokens, in]; an attention product by whole matrices [samples, heads, n, k].
+    A layer's input is sampled by rows [tokens, in]; an attention product by whole matrices [samples, heads, n, k], or
+    by some of their n rows where whole images are looked at.
     """
     generator = generator_for(work.recipe.seed, "sample_inputs", unit.name)
     samples: Samples = {}
@@ -72,7 +90,8 @@ def sample_inputs(
         else:
             seen = inputs[:2]
             picked = pick(len(seen[0]), share * batch_size / seen[0].shape[-2], seen[0].device)
-            drawn = tuple(x.index_select(0, picked) for x in seen)
+            left, right = (x.index_select(0, picked) for x in seen)
+            drawn = (_thinned(left, [left.shape[1], LARGEST_MATRIX]) if work.images.ragged else left, right)
         kept = samples.setdefault(name, tuple(Sample(groups[name]) for _ in seen))
         for sample, x, rows in zip(kept, seen, drawn, strict=True):
             sample.add(x, rows)

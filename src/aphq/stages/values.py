@@ -41,8 +41,9 @@ def _fits(attention: OpenAttention) -> bool:
 def _reparameterise(work: Workspace, unit: Unit, rows: Rows, name: str, attention: Any, candidates: int) -> None:
     site, quantizer, around = f"{name}.pv", attention.pv.right, attention.projections()
     mixing, sample = sample_inputs(work, unit, rows, {site: attention.pv}, {site: (1,)}, TOKENS)[site]
-    mean = _as_tokens(mixing.values @ sample.values).mean(0)
-    values = _as_tokens(sample.values) - mean
+    given = [_as_tokens(p @ v) for p, v in zip(mixing.parts, sample.parts, strict=True)]
+    mean = torch.cat(given).mean(0)
+    values = torch.cat([_as_tokens(v) for v in sample.parts]) - mean
     scales, _ = channel_scales(values, quantizer, candidates)
     ratio = (scales / scales.mean()).clamp(1 / LARGEST_RATIO, LARGEST_RATIO)
     proj, layer, of_values = around.output, around.value.layer, around.value.rows

@@ -26,7 +26,7 @@ from aphq.tasks.task import Measured, Task
 log = logging.getLogger(__name__)
 MOST_IMAGES = 256  # a scene holds as many pixels as twenty crops for a classifier
 OUTLIER_IMAGES = 4
-PROBE = (96, 128)  # height and width of the image that checks are made with
+PROBE = (96, 128)  # height and width of the image that checks are made with, or the next multiples of the divisor
 
 
 class Detection(Task):
@@ -98,8 +98,8 @@ class Detection(Task):
         self, model: nn.Module, units: Sequence[Unit], preprocessing: ScenePreprocessing, device: torch.device
     ) -> dict[str, Tensor]:
         """On regions of a fixed grid, which no rounding can move."""
-        image = torch.randn(1, 3, *PROBE, generator=torch.Generator().manual_seed(0)).to(device)
-        height, width = PROBE
+        height, width = (side + -side % preprocessing.divisor for side in PROBE)
+        image = torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(0)).to(device)
         corners = torch.tensor([[0.1, 0.1, 0.6, 0.5], [0.3, 0.2, 0.9, 0.9], [0.0, 0.5, 0.4, 1.0]])
         regions = (corners * torch.tensor([width, height, width, height])).to(device)
         family = family_of(model)

@@ -43,8 +43,15 @@ def backbone(norm: Any, pyramid_norm: Any, returned: dict[str, str]) -> Backbone
 
 
 @torch.no_grad()
-def rcnn(masks: bool = True, second: bool = False, returned: dict[str, str] | None = None, **changes: Any) -> Any:
-    """Untrained, but it finds things. `second`: with the parts of torchvision's second version."""
+def rcnn(
+    masks: bool = True,
+    second: bool = False,
+    returned: dict[str, str] | None = None,
+    trunk: nn.Module | None = None,
+    **changes: Any,
+) -> Any:
+    """Untrained, but it finds things. `second`: with the parts of torchvision's second version; `trunk`: on a backbone
+    that is no ResNet."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         norm = nn.BatchNorm2d if second else Frozen
@@ -57,7 +64,7 @@ def rcnn(masks: bool = True, second: bool = False, returned: dict[str, str] | No
             parts["mask_head"] = MaskRCNNHeads(WIDTH, [8, 6], 1, norm_layer=nn.BatchNorm2d if second else None)
             parts["mask_predictor"] = MaskRCNNPredictor(6, 5, OUTPUTS)
         parts["box_predictor"] = FastRCNNPredictor(16, OUTPUTS)
-        trunk = backbone(norm, nn.BatchNorm2d if second else None, dict(returned or EVERY))
+        trunk = trunk or backbone(norm, nn.BatchNorm2d if second else None, dict(returned or EVERY))
         if returned:
             names = [name for layer, name in sorted(returned.items())]
             parts["box_roi_pool"] = MultiScaleRoIAlign(names, 7, 2)

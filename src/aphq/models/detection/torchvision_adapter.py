@@ -1,12 +1,13 @@
-"""torchvision's Mask R-CNN and Faster R-CNN on a ResNet as a chain of units: stem, residual blocks, pyramid, heads.
+"""torchvision's Mask R-CNN and Faster R-CNN as a chain of units: those of a ResNet or a timm model, pyramid, heads.
 
 Batch norms stay in float behind their quantized convolutions: a scale and a shift per channel, which cost nothing next
 to the convolution and keep the model's own names and weights. The state is that of the Swin detectors, with one map for
-each layer of the ResNet that is read; the background comes first in torchvision's outputs and last in the state.
+each layer or stage that is read; the background comes first in torchvision's outputs and last in the state.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torchvision.models._utils import IntermediateLayerGetter
 from torchvision.models.detection import FCOS, FasterRCNN, KeypointRCNN, MaskRCNN, RetinaNet
 from torchvision.models.detection.backbone_utils import BackboneWithFPN
 from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor, TwoMLPHead
@@ -23,31 +23,33 @@ from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import AnchorGenerator, RegionProposalNetwork, RPNHead
 from torchvision.models.detection.ssd import SSD
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
-from torchvision.models.resnet import BasicBlock, Bottleneck
-from torchvision.ops import FeaturePyramidNetwork, FrozenBatchNorm2d, MultiScaleRoIAlign
-from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.poolers import initLevelMapper
 
 from aphq.data.scenes import ScenePreprocessing
 from aphq.errors import DataError, ModelError
-from aphq.models.architecture import State, Step, Unit, register, unchanged
+from aphq.models.architecture import State, Unit, architecture_named, register, unchanged
+from aphq.models.attention import open_attentions
 from aphq.models.detection import torchvision_scenes as scenes
-from aphq.models.detection.adapter import map_unit, without
+from aphq.models.detection.adapter import without
 from aphq.models.detection.detector import Detections, Size
 from aphq.models.detection.family import DetectionArchitecture
 from aphq.models.detection.rpn import flatten_anchors
+from aphq.models.detection.timm_backbone import adopted
+from aphq.models.detection.timm_body import TimmBody, check_timm, timm_trunk
 from aphq.models.detection.torchvision_checkpoint import fill
-from aphq.models.detection.torchvision_config import STEM, Body, RcnnConfig, returned_maps
+from aphq.models.detection.torchvision_config import RcnnConfig, body_of
+from aphq.models.detection.torchvision_resnet import CHANNELS, check_resnet, resnet_trunk
+from aphq.models.detection.torchvision_trunk import Trunk
 from aphq.models.loading import read_checkpoint
 from aphq.models.timm_parts import require_type
 
-SUPPORTED = "of torchvision's detectors MaskRCNN and FasterRCNN with a ResNet and a feature pyramid are supported"
+SUPPORTED = (
+    "of torchvision's detectors MaskRCNN and FasterRCNN with a ResNet or timm's Swin or ViT and a feature pyramid are "
+    "supported"
+)
 PARTS: dict[str, tuple[type[nn.Module], ...]] = {
     "transform": (GeneralizedRCNNTransform,),
-    "backbone": (BackboneWithFPN,),
-    "backbone.body": (IntermediateLayerGetter,),
-    "backbone.fpn": (FeaturePyramidNetwork,),
-    "backbone.fpn.extra_blocks": (LastLevelMaxPool,),
     "rpn": (RegionProposalNetwork,),
     "rpn.head": (RPNHead,),
     "rpn.anchor_generator": (AnchorGenerator,),
@@ -61,8 +63,6 @@ MASK_PARTS: dict[str, tuple[type[nn.Module], ...]] = {
     "roi_heads.mask_head": (MaskRCNNHeads,),
     "roi_heads.mask_predictor": (MaskRCNNPredictor,),
 }
-BATCH_NORMS = (nn.BatchNorm2d, FrozenBatchNorm2d)
-CHANNELS = 1  # maps are [1, channels, height, width]
 
 
 @register
@@ -85,36 +85,39 @@ class TorchvisionRcnn(DetectionArchitecture):
             for attribute in name.split("."):
                 part = getattr(part, attribute)  # a part may be None, which is no module
             require_type(part, name, *wanted)
-        _check_body(model.backbone.body)
+        model = canonical(model)
+        if _on_resnet(model):
+            check_resnet(model.backbone)
+        else:
+            check_timm(model.backbone, int(model.transform.size_divisible))
         if model.transform.fixed_size is not None:
             raise ModelError("module 'transform' has a fixed_size; supported there: min_size and max_size")
         RcnnConfig.of(model)
 
     def units(self, model: Any) -> tuple[Unit, ...]:
-        body = model.backbone.body
-        returned = returned_maps(body)
-        maps = list(returned.values())
-        units = [_stem_unit("maxpool" if "maxpool" in body else "relu")]
-        for layer, blocks in _layers(body):
-            kept = returned.get(layer)
-            for number in range(len(blocks)):
-                last = number + 1 == len(blocks)
-                bridge = _keep(kept, ends=kept == maps[-1]) if last and kept is not None else unchanged
-                name = f"backbone.body.{layer}.{number}"
-                units.append(map_unit(name, "block", bridge=bridge, channel_dim=CHANNELS))
+        model = canonical(model)
+        trunk = (resnet_trunk if _on_resnet(model) else timm_trunk)(model.backbone)
+        maps, masks = list(body_of(model.backbone).names), self.has_masks(model)
         heads = [_proposal_unit(maps), _box_unit()]
-        heads += [_mask_unit()] if self.has_masks(model) else []
-        return (*units, _pyramid_unit(maps, self.has_masks(model)), *heads)
+        heads += [_mask_unit()] if masks else []
+        return (*trunk.units, _pyramid_unit(trunk, maps, masks), *heads)
 
     def open_attention(self, model: Any) -> None:
-        """There is none; but what torchvision would guess from the first image it sees is settled."""
+        """Of a timm model, whose backbone becomes a `TimmBackbone`; and what torchvision would guess from the first
+        image it sees is settled."""
+        if not _on_resnet(model):
+            model.backbone = adopted(model.backbone)
+            architecture_named(TimmBody.of(model.backbone).family).open_attention(model.backbone.body)
         settle(model)
 
     def describe(self, model: Any) -> dict[str, Any]:
+        model = canonical(model)
         config = RcnnConfig.of(model)
         with torch.device("meta"):
-            wanted = {(name, x.shape) for name, x in config.build().state_dict().items()}
-        differing = wanted ^ {(name, x.shape) for name, x in model.state_dict().items()}
+            built: Any = config.build()
+            if any(open_attentions(model)):
+                self.open_attention(built)
+        differing = _shapes(built) ^ _shapes(model)
         if differing:
             name, _ = min(differing)
             raise ModelError(
@@ -127,9 +130,9 @@ class TorchvisionRcnn(DetectionArchitecture):
         config = RcnnConfig.from_dict(description)
         try:
             model = config.build()
-        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, ZeroDivisionError) as problem:
+            settle(model)
+        except (RuntimeError, TypeError, ValueError, LookupError, ZeroDivisionError, AssertionError) as problem:
             raise ModelError(f"cannot build a torchvision detector from its description: {problem}") from None
-        settle(model)
         return model
 
     def from_file(self, description: dict[str, Any], weights: Path) -> nn.Module:
@@ -164,6 +167,19 @@ class TorchvisionRcnn(DetectionArchitecture):
         return scenes.detect(model, image, size, original)
 
 
+def _on_resnet(model: Any) -> bool:
+    return type(model.backbone) is BackboneWithFPN
+
+
+def canonical(model: Any) -> Any:
+    """The model itself, or one of the same parts in which a backbone of the user's own class is a `TimmBackbone`."""
+    if _on_resnet(model):
+        return model
+    same = copy.copy(model)
+    same._modules = {**model._modules, "backbone": adopted(model.backbone)}
+    return same
+
+
 def settle(model: Any) -> None:
     """Tell the poolings their scales. By itself each infers them from the first image it gets, and a small one with
     much padding may mislead it for good."""
@@ -171,8 +187,9 @@ def settle(model: Any) -> None:
     pools = [p for p in (heads.box_roi_pool, heads.mask_roi_pool) if p is not None and p.scales is None]
     if not pools:
         return
-    body = Body.of(model.backbone.body)
-    strides = dict(zip(body.returned.values(), body.strides(), strict=True))
+    body = body_of(canonical(model).backbone)
+    powers = (2 ** round(math.log2(stride)) for stride in body.strides())  # torchvision knows no others
+    strides = dict(zip(body.names, powers, strict=True))
     strides["pool"] = 2 * list(strides.values())[-1]
     for pool in pools:
         read = [stride for name, stride in strides.items() if name in pool.featmap_names]
@@ -181,67 +198,14 @@ def settle(model: Any) -> None:
         pool.map_levels = initLevelMapper(*ends, pool.canonical_scale, pool.canonical_level)
 
 
-def _layers(body: Any) -> list[tuple[str, Any]]:
-    return [(name, child) for name, child in body.named_children() if name.startswith("layer")]
+def _shapes(model: Any) -> set[tuple[str, torch.Size]]:
+    return {(name, x.shape) for name, x in model.state_dict().items()}
 
 
-def _check_body(body: Any) -> None:
-    """A ResNet: stem, then layers of residual blocks, and nothing else."""
-    names = [name for name, _ in body.named_children()]
-    layers = [f"layer{number + 1}" for number in range(len(_layers(body)))]
-    for found, wanted in zip(names, STEM, strict=False):
-        if found != wanted:
-            kind = type(body[found]).__name__
-            raise ModelError(
-                f"module 'backbone.body.{found}' is a {kind}; supported there: the parts of a ResNet "
-                f"({', '.join(STEM)}, maxpool, layer1, ...)"
-            )
-    if names not in ([*STEM, *layers], [*STEM, "maxpool", *layers]) or not layers:
-        raise ModelError(f"module 'backbone.body' has the parts {', '.join(names)}; supported there: those of a ResNet")
-    if not set(body.return_layers) <= set(layers):
-        raise ModelError(f"module 'backbone.body' returns {list(body.return_layers)}; supported there: {layers}")
-    require_type(body["bn1"], "backbone.body.bn1", *BATCH_NORMS)
-    require_type(body["relu"], "backbone.body.relu", nn.ReLU)
-    for name, layer in _layers(body):
-        require_type(layer, f"backbone.body.{name}", nn.Sequential)
-        for number, block in enumerate(layer):
-            where = f"backbone.body.{name}.{number}"
-            require_type(block, where, BasicBlock, Bottleneck)
-            require_type(block.relu, f"{where}.relu", nn.ReLU)
-            for inner, module in block.named_modules(prefix=where):
-                if getattr(module, "groups", 1) != 1:
-                    raise ModelError(
-                        f"module {inner!r} is a grouped convolution; supported there: convolutions of one group"
-                    )
-
-
-def _stem_unit(last: str) -> Unit:
-    name = f"backbone.body.{last}"
-
+def _pyramid_unit(trunk: Trunk, maps: list[str], masks: bool) -> Unit:
     def run(model: Any, state: State) -> State:
-        body = model.backbone.body
-        x = body["relu"](body["bn1"](body["conv1"](state["image"])))
-        return {**without(state, "image"), "x": body["maxpool"](x) if last == "maxpool" else x}
-
-    modules = ("backbone.body.conv1", "backbone.body.bn1")
-    return Unit(name, "patch_embed", run, unchanged, modules, makes=("x",), channel_dim=CHANNELS)
-
-
-def _keep(name: str, ends: bool) -> Step:
-    """After the last block of a layer that is read: its map waits for the pyramid, and goes on unless the body ends."""
-
-    def bridge(model: nn.Module, state: State) -> State:
-        kept = {**state, f"c.{name}": state["x"]}
-        return without(kept, "x") if ends else kept
-
-    return bridge
-
-
-def _pyramid_unit(maps: list[str], masks: bool) -> Unit:
-    def run(model: Any, state: State) -> State:
-        levels = model.backbone.fpn(OrderedDict((name, state[f"c.{name}"]) for name in maps))
-        rest = without(state, *(f"c.{name}" for name in maps))
-        return {**rest, **{f"p.{name}": levels[name] for name in maps}}
+        levels = model.backbone.fpn(trunk.read(model, state))
+        return {**without(state, *trunk.takes), **{f"p.{name}": levels[name] for name in maps}}
 
     def bridge(model: Any, state: State) -> State:
         """Regions become features; the levels stay for the proposal head."""
@@ -251,13 +215,16 @@ def _pyramid_unit(maps: list[str], masks: bool) -> Unit:
             features["mask.in"] = scenes.region_features(heads.mask_roi_pool, levels, state["regions.mask"])
         return {**without(state, "regions.0", "regions.mask"), **features}
 
+    modules = (*(pair.norm for pair in trunk.norms), "backbone.fpn")
     makes = tuple(f"p.{name}" for name in maps)
-    return Unit("backbone.fpn", "neck", run, bridge, ("backbone.fpn",), makes=makes, channel_dim=CHANNELS)
+    return Unit("backbone.fpn", "neck", run, bridge, modules, norms=trunk.norms, makes=makes, channel_dim=CHANNELS)
 
 
 def _levels(model: Any, state: State, maps: list[str]) -> OrderedDict[str, Tensor]:
-    """The levels of the pyramid with the coarsest, which is the last one thinned out."""
+    """The levels of the pyramid; where there is one more, that is the last one thinned out."""
     levels = OrderedDict((name, state[f"p.{name}"]) for name in maps)
+    if model.backbone.fpn.extra_blocks is None:
+        return levels
     thinned, names = model.backbone.fpn.extra_blocks([levels[maps[-1]]], [], [])
     levels[names[-1]] = thinned[-1]
     return levels

@@ -22,6 +22,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 from torchvision.ops import FrozenBatchNorm2d, MultiScaleRoIAlign
 
 from aphq.errors import ModelError
+from aphq.models.detection.timm_body import TimmBody
 from aphq.typed import TypedError, from_plain, to_plain
 
 NORMS: dict[str, type[nn.Module]] = {"batch": nn.BatchNorm2d, "frozen": FrozenBatchNorm2d}
@@ -132,8 +133,15 @@ class Body:
                 found.append(stride)
         return found
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.returned.values())
+
     def widths(self) -> list[int]:
         return [layer[-1].outputs for n, layer in enumerate(self.layers) if f"layer{n + 1}" in self.returned]
+
+    def backbone(self, width: int, norm: Callable[..., nn.Module] | None) -> nn.Module:
+        return BackboneWithFPN(self.build(), dict(self.returned), self.widths(), width, norm_layer=norm)
 
     def build(self) -> nn.Module:
         norm = norm_layer(self.norm)
@@ -147,6 +155,11 @@ class Body:
         for number, layer in enumerate(self.layers):
             parts[f"layer{number + 1}"] = nn.Sequential(*(block.build(norm) for block in layer))
         return nn.Sequential(parts)
+
+
+def body_of(backbone: Any) -> Body | TimmBody:
+    """What is below the pyramid."""
+    return Body.of(backbone.body) if type(backbone) is BackboneWithFPN else TimmBody.of(backbone)
 
 
 @dataclass(frozen=True)
@@ -273,7 +286,7 @@ class Masks:
 
 @dataclass(frozen=True)
 class RcnnConfig:
-    body: Body
+    body: Body | TimmBody
     width: int  # channels of the pyramid
     pyramid_norm: Norm | None
     proposals: Proposals
@@ -292,7 +305,7 @@ class RcnnConfig:
         heads, transform = model.roi_heads, model.transform
         mean, std = (tuple(float(x) for x in table) for table in (transform.image_mean, transform.image_std))
         return cls(
-            Body.of(model.backbone.body),
+            body_of(model.backbone),
             model.backbone.out_channels,
             Norm.within(model.backbone.fpn, "backbone.fpn"),
             Proposals.of(model.rpn),
@@ -307,13 +320,7 @@ class RcnnConfig:
         )
 
     def build(self) -> nn.Module:
-        backbone = BackboneWithFPN(
-            self.body.build(),
-            dict(self.body.returned),
-            self.body.widths(),
-            self.width,
-            norm_layer=norm_layer(self.pyramid_norm),
-        )
+        backbone = self.body.backbone(self.width, norm_layer(self.pyramid_norm))
         parts = {
             **self.proposals.build(self.width),
             **self.boxes.build(self.width, self.outputs),
