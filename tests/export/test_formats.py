@@ -38,6 +38,9 @@ def test_products_get_signed_integers_where_they_fit() -> None:
     assert activation_format(quantizer(4, [-1.0], [3.0]), signed=True).zero_point.dtype == np.int8
     assert activation_format(quantizer(8, [-1.0], [1.0], symmetric=True), signed=True).zero_point.dtype == np.int8
     assert activation_format(quantizer(8, [-1.0], [3.0]), signed=True).zero_point.dtype == np.uint8
+    softmax = activation_format(quantizer(4, [0.0], [1.0]), signed=True)
+    assert softmax.zero_point.dtype == np.uint8, "what is never negative needs no sign"
+    assert softmax.zero_point == 0
     assert activation_format(quantizer(4, [-1.0], [3.0])).zero_point.dtype == np.uint8
 
 

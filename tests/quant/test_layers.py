@@ -318,3 +318,48 @@ def test_sites_carry_their_full_names_in_order() -> None:
 def test_ranges_of_nothing_still_divide() -> None:
     scale, _ = affine_from_range(torch.zeros(3), torch.zeros(3), 4)
     assert (scale > 0).all()
+
+
+def shuffled(channels: int) -> Tensor:
+    return torch.randperm(channels, generator=torch.Generator().manual_seed(5))
+
+
+def test_the_order_of_a_sum_does_not_change_a_bit() -> None:
+    """Of whole numbers; products of rounded ones would differ with the machine that adds them up."""
+    torch.manual_seed(0)
+    order, x = shuffled(700), torch.randn(64, 700)
+    source = nn.Linear(700, 30)
+    weights = fitted(source.weight, 3, False, (30, 1), exact=False)
+    layer = QuantizedLinear(source, weights, fitted(x, 3, False, (1,), exact=False))
+    other = QuantizedLinear(nn.Linear(700, 30), weights, layer.input_quantizer)
+    other.weight.data, other.bias.data = layer.weight.data[:, order], layer.bias.data
+    with torch.no_grad():
+        assert torch.equal(layer(x), other(x[:, order]))
+    float_order = F.linear(x[:, order], other.weight, other.bias)
+    assert not torch.equal(F.linear(x, layer.weight, layer.bias), float_order), "or the sum was too short to tell"
+
+
+def test_the_order_of_the_tokens_does_not_change_a_product() -> None:
+    torch.manual_seed(0)
+    order, left, right = shuffled(500), torch.rand(2, 3, 5, 500), torch.randn(2, 3, 500, 8)
+    product = QuantizedProduct(3)
+    product.left, product.right = (fitted(x, 4, False, (3, 1, 1), exact=False) for x in (left, right))
+    with torch.no_grad():
+        assert torch.equal(product(left, right), product(left[..., order], right[:, :, order]))
+
+
+def test_what_learns_gets_the_same_values_and_a_gradient() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 6, 6)
+    source = nn.Conv2d(3, 4, 3)
+    layer = QuantizedConv2d(
+        source, fitted(source.weight, 4, False, (4, 1, 1, 1), exact=False), fitted(x, 4, False, (1,), exact=False)
+    )
+    with torch.no_grad():
+        plain = layer(x)
+    wants = x.clone().requires_grad_()
+    out = layer(wants)
+    assert torch.allclose(out, plain, atol=1e-5)
+    out.sum().backward()
+    assert wants.grad is not None
+    assert wants.grad.abs().sum() > 0

@@ -63,11 +63,12 @@ class Format:
 
 
 def activation_format(quantizer: Quantizer, signed: bool = False) -> Format:
-    """Of an input; `signed` asks for centred integers where they fit, as in attention products."""
+    """Of an input; `signed` asks for centred integers where they fit, as in attention products. What is never negative
+    stays unsigned: OpenVINO adds 128 to signed integers before it rounds, which costs a float its last bits."""
     scale = quantizer.scale.detach().cpu().numpy().astype(np.float32)
     zero_point = quantizer.zero_point.detach().cpu().numpy().astype(np.int64)
     top = top_code(quantizer.bits)
-    if signed and (zero_point <= 128).all() and (top - zero_point <= 127).all():
+    if signed and zero_point.any() and (zero_point <= 128).all() and (top - zero_point <= 127).all():
         return Format(scale, np.zeros_like(zero_point, np.int8), -zero_point, top - zero_point)
     zeros, tops = np.zeros_like(zero_point), np.full_like(zero_point, top)
     return Format(scale, zero_point.astype(np.uint8), zeros, tops)

@@ -35,7 +35,6 @@ MOVES = {  # operations that carry every element on as it is
     aten.roll.default,
     aten.flatten.using_ints,
 }
-MIDDLE = 128  # the zero-point of signed integers written as unsigned ones
 
 
 @dataclass(frozen=True)
@@ -98,9 +97,11 @@ def _share(plan: Plan, name: str, attention: Any, forms: dict[str, Format]) -> N
     if by_number:  # (q / s) (k / s) with s^2 = q k * factor needs no factor
         pair = forms["qk.left"].scale * forms["qk.right"].scale
         shared = np.sqrt(pair * np.float32(attention.scale)).reshape(1)
-    low, high = (by_row([getattr(form, end) for form in forms.values()]) + MIDDLE for end in ("low", "high"))
-    # unsigned: ONNX Runtime's kernels want it, and it cannot rewrite signed ones that pass a reshape
-    form = Format(shared, np.full(1, MIDDLE, np.uint8), low, high)
+    low, high = (by_row([getattr(form, end) for form in forms.values()]) for end in ("low", "high"))
+    # unsigned: ONNX Runtime's kernels want it, and it cannot rewrite signed ones that pass a reshape; with the smallest
+    # zero-point that serves, because OpenVINO adds it before it rounds, and next to 128 the last bits of x are lost
+    point = max(0, -int(low.min()))
+    form = Format(shared, np.full(1, point, np.uint8), low + point, high + point)
     plan.outputs[f"{name}.qkv"] = SharedOutput((scales / shared).astype(np.float32), form)
     for side, operand in forms.items():
         plan.ready[f"{name}.{side}"] = torch.from_numpy((operand.scale / shared).astype(np.float32))

@@ -43,10 +43,14 @@ def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
     return (codes - zero_point) * scale
 
 
+def integers(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
+    """The nearest codes, counted from the zero-point: it is moved into the bounds, which saves two passes."""
+    return clamp_((x / scale).round_(), -zero_point, top_code(bits) - zero_point)
+
+
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
-    """What `x` becomes when it passes through `bits`-bit integers: dequantize(quantize(x)), with the zero-point moved
-    into the bounds, which changes no bit and saves two passes."""
-    return clamp_((x / scale).round_(), -zero_point, top_code(bits) - zero_point).mul_(scale)
+    """What `x` becomes when it passes through `bits`-bit integers: dequantize(quantize(x)), to the bit."""
+    return integers(x, scale, zero_point, bits).mul_(scale)
 
 
 def clamp_(x: Tensor, low: Tensor, high: Tensor) -> Tensor:

@@ -3,6 +3,10 @@
 `QuantizedLinear`, `QuantizedConv2d` and `QuantizedConvTranspose2d` replace torch's layers under the same name and
 parameter names; `QuantizedProduct` is an attention product (q k^T or softmax v). A quantizer that is None means float
 by choice.
+
+Where both sides are quantized and nothing learns, integers are multiplied (as whole floats, which add up exactly below
+2^24) and then scaled. Products of rounded numbers would differ in their last bits from one machine to another, and a
+network of three bits amplifies that into other predictions; integers are what every runtime multiplies.
 """
 
 from __future__ import annotations
@@ -77,13 +81,22 @@ class QuantizedLayer(nn.Module):
         channels = self.channels_last(x)
         return channels.reshape(-1, channels.shape[-1]).index_select(0, picked)
 
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
 
+    def per_channel(self, values: Tensor) -> Tensor:
+        """One number per output channel, or one for all, in a shape that meets the output's."""
+        return values.reshape(-1, 1, 1)
+
     def forward(self, x: Tensor) -> Tensor:
-        if self.input_quantizer is not None:
-            x = self.input_quantizer(x)
-        return self.multiply(x, self.effective_weight())
+        inputs, weights = self.input_quantizer, self.weight_quantizer
+        if inputs is not None and weights is not None and self.rounding is None and settled(inputs, weights, x):
+            out = self.multiply(inputs.integers(x), weights.integers(self.weight), None)
+            out = out.mul_(self.per_channel(inputs.scale.data * weights.scale.data))
+            return out if self.bias is None else out + self.per_channel(self.bias)
+        if inputs is not None:
+            x = inputs(x)
+        return self.multiply(x, self.effective_weight(), self.bias)
 
 
 class QuantizedLinear(QuantizedLayer):
@@ -92,12 +105,15 @@ class QuantizedLinear(QuantizedLayer):
     def channels_last(self, x: Tensor) -> Tensor:
         return x
 
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self.bias is not None and self.bias.requires_grad and kernels.usable(x):
+    def per_channel(self, values: Tensor) -> Tensor:
+        return values.reshape(-1)
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is not None and bias.requires_grad and kernels.usable(x):
             from aphq.kernels.linear import linear
 
-            return linear(x, weight, self.bias)
-        return F.linear(x, weight, self.bias)
+            return linear(x, weight, bias)
+        return F.linear(x, weight, bias)
 
 
 class QuantizedConv2d(QuantizedLayer):
@@ -142,10 +158,10 @@ class QuantizedConv2d(QuantizedLayer):
         )
         return rows, columns
 
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.rounding is not None and self._tiles(x):
-            return self._by_tiles(x, weight)
-        return F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+            return self._by_tiles(x, weight, bias)
+        return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
     def _tiles(self, x: Tensor) -> bool:
         """Whether the kernel cuts the image into patches that neither overlap nor leave anything out."""
@@ -153,12 +169,12 @@ class QuantizedConv2d(QuantizedLayer):
         plain = self.groups == 1 and self.dilation == (1, 1) and self.padding in ("valid", (0, 0))
         return plain and self.stride == self.kernel_size and x.shape[2] % height == 0 and x.shape[3] % width == 0
 
-    def _by_tiles(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _by_tiles(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The same as one matrix product, whose gradients cost a fraction of a convolution's with three channels."""
         height, width = self.kernel_size
         tiles = x.unflatten(3, (-1, width)).unflatten(2, (-1, height))  # [batch, in, rows, height, columns, width]
         patches = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3)  # [batch, rows, columns, in * height * width]
-        return F.linear(patches, weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+        return F.linear(patches, weight.flatten(1), bias).permute(0, 3, 1, 2)
 
 
 class QuantizedConvTranspose2d(QuantizedLayer):
@@ -178,9 +194,9 @@ class QuantizedConvTranspose2d(QuantizedLayer):
     def channels_last(self, x: Tensor) -> Tensor:
         return x.permute(0, 2, 3, 1)
 
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.conv_transpose2d(
-            x, weight, self.bias, self.stride, self.padding, self.output_padding, self.groups, self.dilation
+            x, weight, bias, self.stride, self.padding, self.output_padding, self.groups, self.dilation
         )
 
 
@@ -199,11 +215,19 @@ class QuantizedProduct(nn.Module):
         return bool(self._forward_pre_hooks) or any(q is not None and q.enabled for q in (self.left, self.right))
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        if self.left is not None and self.right is not None and settled(self.left, self.right, left, right):
+            return (self.left.integers(left) @ self.right.integers(right)).mul_(self.left.scale * self.right.scale)
         if self.left is not None:
             left = self.left(left)
         if self.right is not None:
             right = self.right(right)
         return left @ right
+
+
+def settled(first: Quantizer, second: Quantizer, *operands: Tensor) -> bool:
+    """Whether both are integers for good, and no operand wants a gradient."""
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
+    return first.settled and second.settled and not learns
 
 
 def add_to_bias(layer: Any, shift: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from aphq.quant.affine import affine_from_range, fake_quantize, fake_quantize_learned, quantize, top_code
+from aphq.quant.affine import affine_from_range, fake_quantize, fake_quantize_learned, integers, quantize, top_code
 from aphq.quant.drop import Drop
 
 
@@ -40,12 +40,21 @@ class Quantizer(nn.Module):
     def learning(self) -> bool:
         return self.enabled and torch.is_grad_enabled() and (self.drop is not None or self.scale.requires_grad)
 
+    @property
+    def settled(self) -> bool:
+        """Whether it gives whole multiples of its scale, which is not being learned."""
+        return self.enabled and self.drop is None and not self.learning
+
     def limits(self) -> tuple[Tensor, Tensor]:
         """The smallest and largest value that can be represented."""
         return -self.zero_point * self.scale.data, (top_code(self.bits) - self.zero_point) * self.scale.data
 
     def codes(self, x: Tensor) -> Tensor:
         return quantize(x, self.scale.data, self.zero_point, self.bits)
+
+    def integers(self, x: Tensor) -> Tensor:
+        """As whole floats; times the scale they are what `forward` gives."""
+        return integers(x.relu() if self.relu else x, self.scale.data, self.zero_point, self.bits)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.enabled:
