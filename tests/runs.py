@@ -3,6 +3,7 @@
 import hashlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,9 @@ def forked(work: Callable[[], object]) -> int:
         try:
             work()
             code = 0
+        except BaseException:
+            traceback.print_exc()  # the only place that will ever tell
         finally:
+            sys.stderr.flush()
             os._exit(code)
     return child

@@ -92,7 +92,7 @@ class QuantizedLayer(nn.Module):
         inputs, weights = self.input_quantizer, self.weight_quantizer
         if inputs is not None and weights is not None and self.rounding is None and settled(inputs, weights, x):
             out = self.multiply(inputs.integers(x), weights.integers(self.weight), None)
-            out = out.mul_(self.per_channel(inputs.scale.data * weights.scale.data))
+            out = out.mul_(self.per_channel(inputs.scale * weights.scale))
             return out if self.bias is None else out + self.per_channel(self.bias)
         if inputs is not None:
             x = inputs(x)

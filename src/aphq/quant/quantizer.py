@@ -54,7 +54,7 @@ class Quantizer(nn.Module):
 
     def integers(self, x: Tensor) -> Tensor:
         """As whole floats; times the scale they are what `forward` gives."""
-        return integers(x.relu() if self.relu else x, self.scale.data, self.zero_point, self.bits)
+        return integers(x.relu() if self.relu else x, self.scale, self.zero_point, self.bits)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.enabled:
