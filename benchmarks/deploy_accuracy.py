@@ -38,23 +38,6 @@ def main() -> None:
         print(json.dumps(line), flush=True)
 
 
-def in_float64(model):
-    """The simulation in another arithmetic: what rounding alone changes."""
-    import copy
-
-    import torch
-
-    class InFloat64(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.precise = copy.deepcopy(model).double()
-
-        def forward(self, x):
-            return self.precise(x.double()).float()
-
-    return InFloat64()
-
-
 def measure(args: argparse.Namespace, source: str | pathlib.Path) -> dict:
     """`source`: bits to quantize to, or the folder of a run."""
     import torch
@@ -64,6 +47,7 @@ def measure(args: argparse.Namespace, source: str | pathlib.Path) -> dict:
     from aphq.data import as_labelled
     from aphq.evaluation.classification import compare
     from aphq.export import export
+    from aphq.export.parity import in_float64
     from aphq.models.loading import load_model
     from aphq.runtimes.session import open_exported
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import platform
 
@@ -114,6 +115,7 @@ def measure(args: argparse.Namespace) -> dict:
         "batch": args.batch,
         "rounds": len(times["openvino float32"][0]),
         "cpu": cpu_name(),
+        "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA"),  # of OpenVINO, where the user holds it down
         "rows": rows,
     }
 

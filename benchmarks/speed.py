@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--whole", type=int, default=20_000, help="steps per unit of the run to extrapolate to")
     parser.add_argument("--images", type=int, default=1024)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--gpu-memory-gb", type=float, default=None)
+    parser.add_argument("--card-gb", type=float, default=None, help="hold the run to a smaller GPU with these GiB")
     parser.add_argument("--plain", action="store_true", help="without the fused kernels")
     parser.add_argument("--profile", type=int, nargs="+", help="print the kernels of the loops with these numbers")
     parser.add_argument("--out", type=pathlib.Path, default=None, help="a JSON lines file to append to")
@@ -45,6 +45,7 @@ def measure(args: argparse.Namespace) -> dict:
     import aphq
     from aphq import kernels
     from aphq.data import Preprocessing
+    from aphq.engine.store import CACHED_SHARE
     from aphq.presets import preset
 
     logging.basicConfig(level=logging.WARNING)
@@ -55,7 +56,11 @@ def measure(args: argparse.Namespace) -> dict:
     if any(hasattr(stage, "steps") for stage in recipe.stages):
         recipe = recipe.with_value("steps", args.steps)
     images = torch.randn(args.images, *Preprocessing.of_model(model).shape)
-    options = {"device": args.device, "gpu_memory_gb": args.gpu_memory_gb}
+    options = {"device": args.device}
+    if args.card_gb:  # torch refuses to allocate more; cached activations get the share they would have there
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(args.card_gb * 2**30 / total)
+        options["gpu_memory_gb"] = CACHED_SHARE * args.card_gb
     if torch.cuda.is_available():  # compile the kernels and start the libraries before the clock does
         aphq.quantize(model, shortened(recipe), images[:64], **options)
         torch.cuda.reset_peak_memory_stats()
@@ -78,6 +83,7 @@ def measure(args: argparse.Namespace) -> dict:
         "kernels": not args.plain,
         "steps": args.steps,
         "images": args.images,
+        "card_gb": args.card_gb,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() and args.device != "cpu" else "cpu",
         "step_ms": {kind: [round(min(v), 3), round(max(v), 3)] for kind, v in steps.items()},
         "stage_seconds": {k: round(v, 2) for k, v in run.seconds.items()},
@@ -87,6 +93,12 @@ def measure(args: argparse.Namespace) -> dict:
             event["stage"]: {k: round(v / 2**30, 2) for k, v in event["memory"].items()}
             for event in events
             if event.get("memory")
+        },
+        "cached_gb": {
+            tier: round(size / 2**30, 2)
+            for event in events
+            if event["event"] == "stage_finished"
+            for tier, size in event["cached"].items()
         },
     }
 

@@ -4,10 +4,12 @@ import hashlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -92,6 +94,22 @@ def all_images(work: Workspace) -> Tensor:
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@contextmanager
+def stopped_after(stage: str, unit: str) -> Iterator[None]:
+    """The run inside the block ends in a KeyboardInterrupt as soon as this checkpoint is written."""
+    save = RunFolder.save
+
+    def save_and_stop(self: RunFolder, saved: str, name: str, tensors: Any) -> None:
+        save(self, saved, name, tensors)
+        if (saved, name) == (stage, unit):
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "save", save_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 def forked(work: Callable[[], object]) -> int:

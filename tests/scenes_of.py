@@ -21,6 +21,7 @@ from .runs import short
 RULES = ScenePreprocessing(shortest=48, longest=96)
 SIZES = ((50, 70), (80, 60), (64, 64), (30, 90))
 COUNT = len(SIZES)
+STAGES = ["mlp_reconstruction", "layernorm_reparameterisation", "scale_search", "block_reconstruction"]
 
 
 def pictures() -> list[Tensor]:

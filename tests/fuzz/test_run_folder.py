@@ -15,7 +15,7 @@ from aphq.engine.files import write_sealed
 from aphq.engine.folder import RunFolder
 from aphq.errors import ArtifactError
 from aphq.report import write_report
-from tests.runs import pixels, sha256, short
+from tests.runs import pixels, sha256, short, stopped_after
 
 from .cases import cases
 from .isolation import outcome_of
@@ -23,10 +23,6 @@ from .mutation import Spoiler
 
 Build = Callable[..., nn.Module]
 JSONS = ("run.json", "result.json", "measurements.json", "config.json")
-
-
-class Stop(Exception):  # noqa: N818 - nothing went wrong
-    pass
 
 
 def quantize(model: nn.Module, out: Path) -> aphq.Run:
@@ -41,17 +37,8 @@ class Case:
         self.model, self.root = model, root
         quantize(model, root / "finished")
         self.artifact = sha256(root / "finished" / "model.safetensors")
-        save = RunFolder.save
-
-        def save_and_stop(folder: RunFolder, stage: str, unit: str, tensors: dict[str, object]) -> None:
-            save(folder, stage, unit, tensors)  # type: ignore[arg-type]
-            if (stage, unit) == ("block_reconstruction", "blocks.1"):
-                raise Stop
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RunFolder, "save", save_and_stop)
-            with pytest.raises(Stop):
-                quantize(model, root / "stopped")
+        with stopped_after("block_reconstruction", "blocks.1"):
+            quantize(model, root / "stopped")
 
     def copy(self, which: str) -> Path:
         shutil.rmtree(self.root / "case", ignore_errors=True)
@@ -64,6 +51,10 @@ def case(vit: Build, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(vit(), tmp_path_factory.mktemp("runs"))
 
 
+def one_checkpoint(spoiler: Spoiler, folder: Path) -> Path:
+    return spoiler.one_of(sorted((folder / "checkpoints").rglob("*.safetensors")))
+
+
 def go_on(case: Case, folder: Path) -> None:
     quantize(case.model, folder)
     assert sha256(folder / "model.safetensors") == case.artifact, "another artifact than without the damage"
@@ -72,9 +63,8 @@ def go_on(case: Case, folder: Path) -> None:
 @cases(0.03)
 @given(data=st.data())
 def test_a_damaged_checkpoint(case: Case, data: st.DataObject) -> None:
-    spoiler = Spoiler(data)
-    folder = case.copy("stopped")
-    file = spoiler.one_of(sorted((folder / "checkpoints").rglob("*.safetensors")))
+    spoiler, folder = Spoiler(data), case.copy("stopped")
+    file = one_checkpoint(spoiler, folder)
     content = file.read_bytes()
     spoilt = spoiler.bytes(content) if spoiler.below(2) else spoiler.header(content)
     file.write_bytes(spoilt)
@@ -85,9 +75,8 @@ def test_a_damaged_checkpoint(case: Case, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_a_forged_checkpoint(case: Case, data: st.DataObject) -> None:
     """Sealed again, so that only what it holds can tell: any model may come out, but nothing breaks."""
-    spoiler = Spoiler(data)
-    folder = case.copy("stopped")
-    file = spoiler.one_of(sorted((folder / "checkpoints").rglob("*.safetensors")))
+    spoiler, folder = Spoiler(data), case.copy("stopped")
+    file = one_checkpoint(spoiler, folder)
     write_sealed(file, spoiler.tensors(file.read_bytes()) if load(file.read_bytes()) else {})
     outcome_of(lambda: quantize(case.model, folder), seconds=60)
 

@@ -9,7 +9,6 @@ from PIL import Image
 from torch import nn
 
 import aphq
-from aphq.engine.folder import RunFolder
 from aphq.errors import AphqError
 from aphq.evaluation.coco import detect
 from aphq.models.architecture import architecture_of, run_units
@@ -20,8 +19,8 @@ from aphq.stages import RUN_STAGE
 from ..coco_set import write
 from ..models.detection.rcnn import photo, rcnn
 from ..models.detection.timm_nets import Features, on_timm, swin
-from ..runs import sha256
-from ..scenes_of import COUNT, pictures, scene_workspace, short_recipe
+from ..runs import sha256, stopped_after
+from ..scenes_of import COUNT, STAGES, pictures, scene_workspace, short_recipe
 
 KINDS = ("swin", "swin, whole", "swin v2", "vit, whole")  # stages side by side, a model as it is, cosines, tokens
 
@@ -38,12 +37,7 @@ def test_a_detector_goes_through_every_stage_to_an_artifact(kind: str, tmp_path:
     run = aphq.quantize(
         on_timm(kind), recipe, pictures(), device="cpu", out=tmp_path / "run", val=write(tmp_path / "c")
     )
-    assert list(run.seconds) == [
-        "mlp_reconstruction",
-        "layernorm_reparameterisation",
-        "scale_search",
-        "block_reconstruction",
-    ]
+    assert list(run.seconds) == STAGES
     assert not [row.name for row in run.coverage if row.note]
     products = [row for row in run.coverage if row.kind == "product"]
     assert len(products) == 2 * (3 if kind.startswith("vit") else 5)
@@ -71,26 +65,15 @@ def test_the_effort_fast_needs_no_loop(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "unit"), [("swin", "backbone.body.layers_1.blocks.1"), ("vit, whole", "backbone.fpn")]
 )
-def test_a_stopped_run_ends_as_if_nothing_had_happened(
-    kind: str, unit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_ends_as_if_nothing_had_happened(kind: str, unit: str, tmp_path: Path) -> None:
     recipe = short_recipe(mlp_reconstruction__steps=2, block_reconstruction__steps=2)
 
     def quantize(out: Path) -> aphq.Run:
         return aphq.quantize(on_timm(kind), recipe, pictures(), device="cpu", out=out)
 
     quantize(tmp_path / "whole")
-    save = RunFolder.save
-
-    def save_and_stop(self: RunFolder, stage: str, name: str, tensors: Any) -> None:
-        save(self, stage, name, tensors)
-        if (stage, name) == ("block_reconstruction", unit):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(RunFolder, "save", save_and_stop)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_after("block_reconstruction", unit):
         quantize(tmp_path / "stopped")
-    monkeypatch.setattr(RunFolder, "save", save)
     assert quantize(tmp_path / "stopped").resumed
     assert sha256(tmp_path / "stopped" / "model.safetensors") == sha256(tmp_path / "whole" / "model.safetensors")
 

@@ -13,7 +13,6 @@ from typer.testing import CliRunner, Result
 
 import aphq
 from aphq.cli.app import app
-from aphq.engine.folder import RunFolder
 from aphq.errors import ModelError
 from aphq.evaluation.coco import detect
 from aphq.models.detection.family import family_of
@@ -24,7 +23,7 @@ from aphq.stages.importance import Importances
 
 from ..coco_set import write
 from ..models.detection.rcnn import photo, rcnn, rcnn_builder
-from ..runs import sha256
+from ..runs import sha256, stopped_after
 from ..scenes_of import COUNT, pictures, scene_workspace, short_recipe
 
 NAME = "tiny_maskrcnn"
@@ -71,24 +70,15 @@ def test_a_detector_goes_through_every_stage_to_an_artifact(kind: dict[str, Any]
     ), "a finished run is not redone"
 
 
-def test_a_stopped_run_ends_as_if_nothing_had_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """Stem and heads are units of several modules, some of which hold buffers alone."""
 
     def quantize(out: Path) -> aphq.Run:
         return aphq.quantize(rcnn(), short_recipe(), pictures(), device="cpu", out=out)
 
     quantize(tmp_path / "whole")
-    save = RunFolder.save
-
-    def save_and_stop(self: RunFolder, stage: str, unit: str, tensors: Any) -> None:
-        save(self, stage, unit, tensors)
-        if (stage, unit) == ("block_reconstruction", "roi_heads.box_predictor"):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(RunFolder, "save", save_and_stop)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_after("block_reconstruction", "roi_heads.box_predictor"):
         quantize(tmp_path / "stopped")
-    monkeypatch.setattr(RunFolder, "save", save)
     assert quantize(tmp_path / "stopped").resumed
     assert sha256(tmp_path / "stopped" / "model.safetensors") == sha256(tmp_path / "whole" / "model.safetensors")
 

@@ -20,6 +20,7 @@ from aphq.errors import RunError
 
 log = logging.getLogger(__name__)
 WHERE = {"host": "in host memory", "disk": "on disk"}
+CACHED_SHARE = 0.6  # of the free GPU memory; the rest is for the step that learns
 
 
 class Rows(Protocol):
@@ -62,7 +63,7 @@ class Store:
         self.device, self.folder = device, folder
         self.free = {"host": free_host_bytes() // 2 if host_bytes is None else host_bytes}
         if device.type == "cuda":
-            gpu = int(torch.cuda.mem_get_info(device)[0] * 0.6) if gpu_bytes is None else gpu_bytes
+            gpu = int(torch.cuda.mem_get_info(device)[0] * CACHED_SHARE) if gpu_bytes is None else gpu_bytes
             self.free = {"gpu": gpu, **self.free}
         self.peak = dict.fromkeys((*self.free, "disk"), 0)
         self.used = dict.fromkeys(self.peak, 0)

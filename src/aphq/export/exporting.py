@@ -17,7 +17,7 @@ from aphq.data import load_calibration
 from aphq.engine.folder import RunFolder
 from aphq.errors import ExportError
 from aphq.export.metadata import PREFIX, describe
-from aphq.export.parity import Match, Parity, compare_units, compare_whole
+from aphq.export.parity import Match, Parity, compare_units, compare_whole, in_float64
 from aphq.export.registry import Draft, Options, exporter_named
 from aphq.models.architecture import architecture_of, predict
 
@@ -98,9 +98,9 @@ def _compare(model: nn.Module, draft: Draft, images: Tensor) -> Parity:
     if draft.parts is not None:
         units = architecture_of(model).units(model)
         matches |= compare_units(model, units, images[:UNIT_IMAGES], draft.parts)
-    parts, precise = images.split(UNIT_IMAGES), copy.deepcopy(model).double()
+    parts, precisely = images.split(UNIT_IMAGES), in_float64(model)
     expected = torch.cat([predict(model, part) for part in parts])
-    own = compare_whole(expected, torch.cat([predict(precise, part.double()) for part in parts]).float())
+    own = compare_whole(expected, torch.cat([precisely(part) for part in parts]))
     matches["in float64"] = own
     for name, fused in draft.fused.items():
         matches[name] = compare_whole(expected, fused(images), own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from aphq.quant.affine import affine_from_range, fake_quantize, fake_quantize_learned, integers, quantize, top_code
+from aphq.quant.affine import affine_from_range, fake_quantize_learned, integers, quantize, top_code
 from aphq.quant.drop import Drop
 
 
@@ -61,7 +61,7 @@ class Quantizer(nn.Module):
             return x.relu() if self.relu else x
         learns = torch.is_grad_enabled() and (x.requires_grad or self.scale.requires_grad)
         if self.drop is None and not learns:
-            return fake_quantize(x.relu() if self.relu else x, self.scale, self.zero_point, self.bits)
+            return self.integers(x).mul_(self.scale)
         return fake_quantize_learned(x, self.scale, self.zero_point, self.bits, self.drop, self.relu)
 
     def extra_repr(self) -> str:
