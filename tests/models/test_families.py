@@ -27,7 +27,7 @@ from .variants import family, images_for, preprocessing_for
 QUICK = ("timm eva, eva02", "timm beit, own positions", "timm cait", "timm swin v2", "torchvision vit")
 QUICK += ("torchvision swin v2, padded", "transformers vit", "transformers siglip", "transformers swin")
 QUICK += ("transformers dinov2, swiglu", "transformers clip, projection")
-GATED = ("torchvision vit", "transformers clip, projection")
+GATED = ("torchvision vit", "transformers clip, projection", "timm eva, mixed rope", "timm eva, pooled by attention")
 EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 
 

@@ -49,6 +49,10 @@ class Context:
         array = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.array(x)
         return self.graph.constant(array.astype(np.float32))
 
+    def value(self, x: Value | Tensor) -> Value:
+        """A site may read a constant: the token that pools by attention asks the same of every image."""
+        return x if isinstance(x, Value) else Value(self.name(x), tuple(x.shape))
+
     def as_rows(self, x: Value) -> str:
         if x.name not in self.rows:
             self.rows[x.name] = x.name if len(x.shape) == 2 else self.graph.reshape(x.name, (-1, x.shape[-1]))

@@ -107,12 +107,16 @@ def in_float64(model: nn.Module) -> Predict:
 
 
 @torch.no_grad()
-def compare_whole(expected: Tensor, got: Tensor, own: Match | None = None) -> Match:
-    """Logits against logits; `own` is how the simulation compares with itself."""
+def compare_whole(expected: Tensor, got: Tensor, allowed: float = math.inf) -> Match:
+    """Logits against logits."""
     errors = _errors(expected, got)
     same = (got.argmax(1) == expected.argmax(1)) & errors.isfinite()
-    allowed = math.inf if own is None or own.worst is None else min(max(FUSED_ERROR, own.worst), UNRELATED)
     return Match(float(errors.median()), allowed, 100 * float(same.float().mean()), worst=float(errors.max()))
+
+
+def allowed_beside(own: Match | None) -> float:
+    """How far a runtime may be off where the simulation is off itself by `own`; None if that is not known."""
+    return UNRELATED if own is None or own.worst is None else min(max(FUSED_ERROR, own.worst), UNRELATED)
 
 
 def _errors(expected: Tensor, got: Tensor) -> Tensor:

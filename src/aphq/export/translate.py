@@ -53,8 +53,8 @@ def _translate_node(
     if target is operator.getitem:
         return args[0][args[1]]
     if target in (torch.ops.aphq.layer.default, torch.ops.aphq.product.default):
-        *operands, site = (arg for arg in args if not isinstance(arg, list))
-        module = trace.sites[site]
+        *arguments, site = (arg for arg in args if not isinstance(arg, list))
+        module, operands = trace.sites[site], [context.value(x) for x in arguments]
         if isinstance(module, QuantizedLayer):
             return layer(context, _shape(node), operands[0], module, site, style)
         assert isinstance(module, QuantizedProduct)
