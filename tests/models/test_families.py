@@ -1,5 +1,6 @@
 """Whole runs of every family: quantized, saved, loaded, stopped and gone on with."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,19 @@ QUICK = ("timm eva, eva02", "timm beit, own positions", "timm cait", "timm swin 
 QUICK += ("torchvision swin v2, padded", "transformers vit", "transformers siglip", "transformers swin")
 QUICK += ("transformers dinov2, swiglu", "transformers clip, projection")
 GATED = ("torchvision vit", "transformers clip, projection", "timm eva, mixed rope", "timm eva, pooled by attention")
-EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+RESUMED = ("timm cait", "torchvision vit", "transformers clip", "transformers swin v2")
+
+
+def marked(quick: Collection[str]) -> list[Any]:
+    """Every family at hand, those that are not quick as slow tests."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in FAMILIES]
 
 
 def quantized(model: nn.Module, recipe: aphq.Recipe, out: Path | None = None) -> aphq.Run:
     return aphq.quantize(model, recipe, pixels(), preprocessing=preprocessing_for(model), device="cpu", out=out)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", marked(QUICK))
 def test_eight_bits_say_what_float_says_and_load_as_they_were_saved(name: str, tmp_path: Path) -> None:
     model = family(name)
     run = quantized(model, short("w8a8", "fast"), tmp_path / "run")
@@ -49,9 +55,7 @@ def test_eight_bits_say_what_float_says_and_load_as_they_were_saved(name: str, t
     assert F.cosine_similarity(expected, got).mean() > 0.99
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in GATED else pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("name", marked(GATED))
 def test_the_export_passes_its_gate(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     run = quantized(family(name), short("w8a8", "fast"))
@@ -60,10 +64,8 @@ def test_the_export_passes_its_gate(name: str, tmp_path: Path) -> None:
     assert aphq.opening.open_model(tmp_path / "model.onnx")(images_for(run.model)).shape[0] == 2
 
 
-@pytest.mark.parametrize("name", ["timm cait", "torchvision vit", "transformers clip", "transformers swin v2"])
+@pytest.mark.parametrize("name", marked(RESUMED))
 def test_a_stopped_run_goes_on_to_the_same_artifact(name: str, tmp_path: Path) -> None:
-    if name not in FAMILIES:
-        pytest.skip("the library is not installed")
     model = family(name)
     recipe, unit = short(), architecture_of(model).units(model)[1].name
     quantized(model, recipe, tmp_path / "whole")
