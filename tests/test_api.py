@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import aphq
 from aphq.data import Preprocessing
 from aphq.errors import DataError, ModelError, RecipeError
+from aphq.presets import resolve_recipe
 from aphq.quant.layers import quantizers
 from aphq.recipe import Activations, Override, Recipe, Weights
 
@@ -83,12 +84,14 @@ def test_a_recipe_without_bits_gives_the_float_model(tiny_vit: nn.Module, tmp_pa
 
 
 def test_presets_files_and_names(tiny_vit: nn.Module, tmp_path: Path) -> None:
-    from aphq.api import resolve_recipe
-
     assert resolve_recipe("w3a3", "paper") == aphq.preset("w3a3", "paper")
     file = tmp_path / "mine.json"
     file.write_text(FAST.to_json())
-    assert resolve_recipe(str(file), "balanced") == FAST
+    assert resolve_recipe("w3a3") == aphq.preset("w3a3", "balanced")
+    assert resolve_recipe(str(file)) == resolve_recipe(file) == resolve_recipe(FAST) == FAST
+    for recipe in (file, FAST):
+        with pytest.raises(RecipeError, match="an effort goes with a preset"):
+            aphq.quantize(tiny_vit, recipe, pixels(), effort="fast")
     with pytest.raises(RecipeError, match="there is no preset 'w44'"):
         aphq.quantize(tiny_vit, "w44", pixels())
 
@@ -256,3 +259,64 @@ def test_the_public_names_are_there() -> None:
     assert set(aphq.__all__) <= set(dir(aphq))
     with pytest.raises(AttributeError, match="no attribute 'quantise'"):
         aphq.quantise  # noqa: B018
+
+
+# -- what could not be saved, or would flatter -------------------------------------------------------------------------
+
+
+def test_a_recipe_that_quantizes_without_stages_is_refused(tiny_vit: nn.Module) -> None:
+    with pytest.raises(RecipeError, match="no stage scale_search"):
+        aphq.quantize(tiny_vit, Recipe(weights=Weights(bits=4)), pixels())
+
+
+@pytest.mark.parametrize("change", ["another head", "another epsilon"])
+def test_a_model_that_cannot_be_described_is_refused_before_the_run(
+    tiny_vit: nn.Module, tmp_path: Path, change: str
+) -> None:
+    model: Any = copy.deepcopy(tiny_vit)
+    if change == "another head":
+        model.head = nn.Sequential(nn.Dropout(), model.head)
+    else:
+        model.blocks[1].norm1.eps = 5.0
+    with pytest.raises(ModelError, match=r"cannot be saved.*head\.1" if "head" in change else "was changed after"):
+        aphq.quantize(model, FAST, pixels(), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_artifact_that_computes_something_else_does_not_count_as_finished(
+    tiny_vit: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*args: Any) -> nn.Module:
+        model: Any = aphq.load(*args)
+        model.head.bias.data.add_(1.0)
+        return model
+
+    monkeypatch.setattr("aphq.api.load", wrong)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="does not compute what the one in memory does"):
+            aphq.quantize(tiny_vit, FAST, pixels(), out=tmp_path / "run")
+    monkeypatch.undo()
+    assert aphq.quantize(tiny_vit, FAST, pixels(), out=tmp_path / "run").sizes is not None
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_images_that_are_measured_on_are_no_calibration_images(
+    tiny_vit: nn.Module, tmp_path: Path, augment: bool
+) -> None:
+    for number in range(10):
+        file = tmp_path / "val" / str(number) / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        picture(48, 40, seed=number).save(file)
+    recipe = FAST.with_value("calibration.augment", augment)
+    with pytest.raises(DataError, match=r"'\d/\d.png' is one that is measured on: calibrate on others"):
+        aphq.quantize(tiny_vit, recipe, tmp_path / "val", val=tmp_path / "val")
+    other = tmp_path / "calib" / "0.png"  # of the same name, and another picture
+    other.parent.mkdir()
+    picture(48, 40, seed=99).save(other)
+    aphq.quantize(tiny_vit, recipe, other.parent, val=tmp_path / "val")
+
+
+def test_evaluation_leaves_the_model_as_it_was(tiny_vit: nn.Module) -> None:
+    model = copy.deepcopy(tiny_vit).train()
+    aphq.evaluate(model, (pixels(4), torch.zeros(4, dtype=torch.int64)), device="cpu")
+    assert model.training

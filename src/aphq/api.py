@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from aphq import __version__
 from aphq.artifact.info import QuantizationInfo, attach, info_of
@@ -25,13 +27,14 @@ from aphq.engine.progress import Progress
 from aphq.engine.ranks import Ranks
 from aphq.engine.store import Store
 from aphq.engine.workspace import Images, Workspace
-from aphq.errors import ModelError, RecipeError
+from aphq.errors import AphqError, ModelError, RecipeError
 from aphq.models.architecture import Architecture, Unit, architecture_of, mlps_of
 from aphq.models.loading import load_model, model_fingerprint
 from aphq.models.student import finalise, make_student, opened_copy
 from aphq.opening import open_model, preprocessing_of, resolve_device, task_for
-from aphq.presets import preset
+from aphq.presets import resolve_recipe
 from aphq.recipe import BlockReconstruction, JointTuning, MlpReconstruction, Recipe
+from aphq.recipe_checks import check_runnable
 from aphq.report import write_report
 from aphq.report.observe import write_measurements
 from aphq.run import Run
@@ -39,19 +42,16 @@ from aphq.runtimes.session import ExportedModel
 from aphq.stages import RUN_STAGE
 from aphq.tasks import Task, task_of
 
-if TYPE_CHECKING:
-    pass
-
 log = logging.getLogger(__name__)
 GIB = 2**30
 
 
 def quantize(
     model: nn.Module | str,
-    recipe: Recipe | str = "w4a4",
+    recipe: Recipe | str | Path = "w4a4",
     data: Any = None,
     *,
-    effort: str = "balanced",
+    effort: str | None = None,
     out: str | Path | None = None,
     val: Any = None,
     weights: str | Path | None = None,
@@ -73,7 +73,7 @@ def quantize(
             FasterRCNN with a ResNet or timm's Swin or ViT (docs/detect.md).
         recipe: a preset name such as "w4a4" at an `effort`, a YAML or JSON file, or a Recipe.
         data: a folder, list or zip of images, a tensor, a DataLoader or any iterable of images; see `load_calibration`.
-        effort: "fast", "balanced", "paper" or "best", for a preset.
+        effort: "fast", "balanced" (the default), "paper" or "best", for a preset.
         out: the run folder; a run that was stopped goes on when called again. None keeps everything in memory.
         val: labelled images to measure float and quantized accuracy on; for a detector (instances.json, folder of
             images).
@@ -86,6 +86,7 @@ def quantize(
         progress: what is told how far the run is.
     """
     chosen = resolve_recipe(recipe, effort)
+    check_runnable(chosen)
     target = resolve_device(device)
     ranks = Ranks.join(target)
     progress = progress if progress is not None and ranks.first else Progress()
@@ -94,6 +95,7 @@ def quantize(
     chosen = task.adapt(chosen)
     preprocessing = preprocessing or task.preprocessing_of(teacher)
     task.check(teacher, units, preprocessing, target)
+    _check_description(teacher, architecture, task, units, preprocessing, target)
     labelled = None if val is None else task.labelled(val, teacher)
     images = _load_images(task, data, preprocessing, chosen, progress)
     if labelled is not None:
@@ -135,10 +137,9 @@ def quantize(
         if not ranks.first:
             return run
         if folder.path is not None:
-            run.sizes = save(run.model, folder.path)
+            _save(run, task, units, preprocessing, target)
             if isinstance(images, CalibrationSet):
                 folder.keep_sample(images.images)
-            _verify(run, task, units, preprocessing, target)
         if labelled is not None:
             _measure(run, task, teacher, labelled, preprocessing, target, progress, val_limit)
         folder.write_result(run.to_dict())
@@ -186,23 +187,26 @@ def evaluate(
     chosen = preprocessing or (info.preprocessing if info else preprocessing_of(model))
     options: dict[str, Any] = {"batch": batch, "limit": limit, "progress": progress, "keep": keep}
     data = task.labelled(val, model)
-    found = task.measure({"model": model.to(target).eval()}, data, chosen, device=target, **options)
-    return found.accuracy["model"]
+    with _borrowed(model, target):
+        return task.measure({"model": model}, data, chosen, device=target, **options).accuracy["model"]
 
 
-def resolve_recipe(recipe: Recipe | str, effort: str) -> Recipe:
-    """A Recipe, a file that holds one, or a preset's name."""
-    if isinstance(recipe, Recipe):
-        return recipe
-    if recipe.endswith((".yaml", ".yml", ".json")):
-        return Recipe.load(recipe)
-    return preset(recipe, effort)
+@contextlib.contextmanager
+def _borrowed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """On the device and in eval mode meanwhile, then as it was."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    home, training = next((tensor.device for tensor in tensors), device), model.training
+    try:
+        model.to(device).eval()
+        yield
+    finally:
+        model.to(home).train(training)
 
 
 def _prepare_model(
     model: nn.Module | str, weights: str | Path | None, device: torch.device
 ) -> tuple[nn.Module, Architecture, tuple[Unit, ...]]:
-    """The teacher: a float32 copy in eval mode that nothing changes."""
+    """The teacher: a float32 copy in eval mode."""
     if isinstance(model, str):
         model = load_model(model, weights)
     elif weights is not None:
@@ -217,17 +221,54 @@ def _prepare_model(
     return teacher, architecture, architecture.units(teacher)
 
 
-def _verify(run: Run, task: Task, units: Sequence[Unit], preprocessing: Any, device: torch.device) -> None:
-    """What was saved must load and compute what the model in memory does."""
+def _check_description(
+    teacher: nn.Module,
+    architecture: Architecture,
+    task: Task,
+    units: Sequence[Unit],
+    preprocessing: Any,
+    device: torch.device,
+) -> None:
+    """What an artifact says of a model must be enough to build it again: better known now than after the run."""
+    with torch.random.fork_rng(devices=[]):  # building draws initial weights; that is nobody else's business
+        twin = architecture.build(json.loads(json.dumps(architecture.describe(teacher))))
+    architecture.open_attention(twin)
+    kind = type(teacher).__name__
+    try:
+        twin.load_state_dict(teacher.state_dict(), strict=True)
+    except RuntimeError as problem:
+        reason = "; ".join(line.strip() for line in str(problem).splitlines()[1:])[:300]
+        words = f"a part of this {kind} is not as the library builds it, and cannot be saved"
+        raise ModelError(f"{words}: {reason}") from None
+    twin.to(device).eval().requires_grad_(False)
+    expected, got = (task.outputs(model, units, preprocessing, device) for model in (teacher, twin))
+    if different := _different(expected, got):
+        raise ModelError(
+            f"this {kind} was changed after it was built, in a way that cannot be saved: built again from its "
+            f"description, it computes something else ({different})"
+        )
+
+
+def _save(run: Run, task: Task, units: Sequence[Unit], preprocessing: Any, device: torch.device) -> None:
+    """What was saved must load and compute what the model in memory does; otherwise it is no artifact."""
     assert run.path is not None
-    expected = task.outputs(run.model, units, preprocessing, device)
-    got = task.outputs(load(run.path, device), units, preprocessing, device)
-    for name, x in expected.items():
-        if not torch.allclose(x, got[name], rtol=1e-4, atol=1e-4 * float(x.abs().max())):
+    run.sizes = save(run.model, run.path)
+    try:
+        expected = task.outputs(run.model, units, preprocessing, device)
+        if different := _different(expected, task.outputs(load(run.path, device), units, preprocessing, device)):
             raise ModelError(
-                f"the model saved in {run.path} does not compute what the one in memory does ({name}): a part of this "
-                f"{type(run.model).__name__} is not in its description; please report it with the model's definition"
+                f"the model saved in {run.path} does not compute what the one in memory does ({different}): a part of "
+                f"this {type(run.model).__name__} is not in its description; please report it with its definition"
             )
+    except AphqError:
+        (run.path / CONFIG).unlink(missing_ok=True)  # by which a folder counts as finished
+        raise
+
+
+def _different(expected: dict[str, Tensor], got: dict[str, Tensor]) -> str | None:
+    """The name of an output that is not the same."""
+    close = {k: torch.allclose(x, got[k], rtol=1e-4, atol=1e-4 * float(x.abs().max())) for k, x in expected.items()}
+    return next((name for name, same in close.items() if not same), None)
 
 
 def _load_images(task: Task, data: Any, preprocessing: Any, recipe: Recipe, progress: Progress) -> Images:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal, get_args
 
 from aphq.errors import RecipeError
@@ -56,6 +57,16 @@ def preset(bits: str, effort: Effort | str = "balanced", *, seed: int = 3407) ->
         calibration=Calibration(images=128 if effort == "fast" else 1024, augment=effort == "paper"),
         stages=_stages(weight_bits, activation_bits, effort),
     )
+
+
+def resolve_recipe(source: Recipe | str | Path, effort: str | None = None) -> Recipe:
+    """A recipe, the one in a YAML or JSON file, or a preset's at an effort (balanced unless given)."""
+    name = None if isinstance(source, Recipe) else str(source)
+    if name is not None and not name.endswith((".yaml", ".yml", ".json")) and not Path(name).is_file():
+        return preset(name, "balanced" if effort is None else effort)
+    if effort is not None:
+        raise RecipeError(f"an effort goes with a preset such as w4a4; {name or 'a recipe'} says itself what to run")
+    return source if isinstance(source, Recipe) else Recipe.load(source)
 
 
 def _activations(bits: int) -> Activations:

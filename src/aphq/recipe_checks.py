@@ -14,6 +14,22 @@ if TYPE_CHECKING:
     from aphq.recipe import Recipe
 
 
+def check_runnable(recipe: Recipe) -> None:
+    """A recipe under construction may have no stages yet; one that runs needs those that make it work."""
+    if _quantizes(recipe) and "scale_search" not in {stage.NAME for stage in recipe.stages}:
+        raise RecipeError(
+            "recipe: it quantizes but has no stage scale_search, so nothing would set the scales: give its `stages`, "
+            "or start from a preset such as w4a4 (`aphq recipe show w4a4` prints one)"
+        )
+
+
+def _quantizes(recipe: Recipe) -> bool:
+    bits = [recipe.weights.bits, recipe.activations.bits]
+    for override in recipe.overrides.values():
+        bits += [] if override is None else [override.weights, override.activations]  # type: ignore[list-item]
+    return any(isinstance(value, int) for value in bits)
+
+
 def check(recipe: Recipe) -> None:
     """Raise RecipeError, naming the field."""
 
@@ -44,8 +60,7 @@ def check(recipe: Recipe) -> None:
     names = [stage.NAME for stage in recipe.stages]
     require(len(set(names)) == len(names), f"a stage may appear only once; got {', '.join(names)}")
     require(names == sorted(names, key=list(STAGES).index), f"stages must come in the order {', '.join(STAGES)}")
-    quantizes = any(isinstance(value, int) for key, value in bits.items() if key != "activations.image_bits")
-    if names and quantizes:
+    if names and _quantizes(recipe):
         require("scale_search" in names, "a recipe that quantizes needs the stage scale_search (or bits: null)")
     both = {"error_compensation", "block_reconstruction"} <= set(names)
     require(not both, "error_compensation and block_reconstruction both round the weights for good: leave one out")

@@ -35,7 +35,7 @@ def test_changes_come_on_top_of_a_preset_or_a_file(tmp_path: Path) -> None:
     assert recipe_from("w4a4", "fast", 5, 9, {"weights.bits": 3}, None) == wanted
     file = tmp_path / "recipe"  # any name will do
     file.write_text(preset("w3a3").to_yaml())
-    found = recipe_from(str(file), "fast", None, None, {}, ["mlp_reconstruction"])
+    found = recipe_from(str(file), None, None, None, {}, ["mlp_reconstruction"])
     assert found == preset("w3a3").without("mlp_reconstruction")
 
 

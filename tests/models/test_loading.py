@@ -147,6 +147,17 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_model(NAME, tmp_path / "nowhere.pth")
 
 
+def test_a_folder_with_a_models_name_does_not_hide_the_model(
+    source: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / NAME).mkdir()
+    monkeypatch.chdir(tmp_path)
+    torch.save(source.state_dict(), tmp_path / "weights.pth")
+    assert same(load_model(NAME, "weights.pth", **SMALL), source)
+    with pytest.raises(ModelError, match="holds no model"):
+        load_model(f"./{NAME}")
+
+
 def test_an_unknown_name_proposes_the_nearest() -> None:
     with pytest.raises(ModelError, match="no model 'deit_smal_patch16_224': did you mean 'deit_small_patch16_224'"):
         load_model("deit_smal_patch16_224")

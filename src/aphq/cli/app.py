@@ -24,7 +24,10 @@ app.add_typer(recipe_app, name="recipe")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output instead of text.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps")]
-Effort = Annotated[str, typer.Option(help="fast (search only), balanced, paper (20 000 steps per unit), or best.")]
+Effort = Annotated[
+    str | None,
+    typer.Option(help="fast (search only), balanced (the default), paper (20 000 steps per unit), or best."),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="FIELD=VALUE", help="Change a recipe field, e.g. steps=500 or overrides.head=null."),
@@ -58,7 +61,7 @@ def quantize(
     data: Annotated[Path, typer.Option(help="Calibration images: a folder, a zip, or a text file with paths.")],
     out: Annotated[Path, typer.Option(help="The run folder; start again with the same options to continue a run.")],
     bits: Annotated[str, typer.Option(help="w8a8, w6a6, w4a8, w4a4, w3a3, any wXaY, or a recipe file.")] = "w4a4",
-    effort: Effort = "balanced",
+    effort: Effort = None,
     val: Annotated[Path | None, typer.Option(help="Labelled images (a folder per class) to measure on.")] = None,
     coco: Annotated[Path | None, typer.Option(help="For a detector: COCO annotations to measure on ...")] = None,
     coco_images: Annotated[Path | None, typer.Option(help="... and the folder of their images.")] = None,
@@ -262,7 +265,7 @@ def analyze(
     target_bits: Annotated[
         float | None, typer.Option(help="Propose a recipe with so many bits on average, e.g. 4.5.")
     ] = None,
-    effort: Effort = "balanced",
+    effort: Effort = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Where to write the proposed recipe (YAML, for quantize --bits).")
     ] = None,
@@ -292,7 +295,7 @@ def analyze(
             data,
             bits,
             target_bits=target_bits,
-            effort=effort,
+            effort=effort or "balanced",
             images=images or HELD_OUT,
             device=device,
             seed=seed,
@@ -343,7 +346,7 @@ def demo(
 @guarded
 def recipe_show(
     bits: Annotated[str, typer.Argument(help="w8a8, w6a6, w4a8, w4a4, w3a3, any wXaY, or a recipe file.")],
-    effort: Effort = "balanced",
+    effort: Effort = None,
     set_: Set = None,
     without: Without = None,
     as_json: Json = False,

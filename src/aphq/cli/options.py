@@ -36,19 +36,16 @@ def model_arguments(pairs: list[str] | None) -> dict[str, Any]:
 
 def recipe_from(
     bits: str,
-    effort: str,
+    effort: str | None,
     seed: int | None,
     images: int | None,
     changes: dict[str, Any],
     without: list[str] | None,
 ) -> Recipe:
     """A preset or a recipe file, with the command line's changes on top."""
-    from aphq.presets import preset
-    from aphq.recipe import Recipe
+    from aphq.presets import resolve_recipe
 
-    is_file = bits.endswith((".yaml", ".yml", ".json")) or Path(bits).is_file()
-    recipe = Recipe.load(bits) if is_file else preset(bits, effort)
-    recipe = recipe.without(*(without or []))
+    recipe = resolve_recipe(bits, effort).without(*(without or []))
     if seed is not None:
         changes = {"seed": seed, **changes}
     if images is not None:

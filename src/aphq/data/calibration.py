@@ -35,6 +35,7 @@ class CalibrationSet:
     skipped: tuple[tuple[str, str], ...] = ()  # name and reason of each corrupt image
     whole: Tensor | None = None  # uint8 [N, channels, side, side], the pictures that `images` are crops of
     aspects: Tensor | None = None  # [N], their width / height
+    files: ImageFiles | None = None  # what they were read from, in the same order
     ragged: ClassVar[bool] = False  # all of one size
 
     def __post_init__(self) -> None:
@@ -142,7 +143,7 @@ def _draw(
 
     images = torch.empty(count, *preprocessing.shape, dtype=torch.uint8)
     sources: list[tuple[Tensor, float]] = []
-    names: list[str] = []
+    taken: list[int] = []
     skipped: list[tuple[str, str]] = []
     for rank, result in enumerate(in_order(view, range(len(files)), threads=threads)):
         if isinstance(result, CorruptImage):
@@ -155,17 +156,18 @@ def _draw(
                     f"repair the data, or allow more than {max_corrupt:.0%} with max_corrupt"
                 )
             continue
-        images[len(names)], source = result
+        images[len(taken)], source = result
         if source is not None:
             sources.append(source)
-        names.append(files.names[order[rank]])
+        taken.append(order[rank])
         if progress:
-            progress(len(names), count)
-        if len(names) == count:
+            progress(len(taken), count)
+        if len(taken) == count:
             break
     if len(skipped) > WARNINGS:
         logger.warning("%d images cannot be decoded in all", len(skipped))
-    found = CalibrationSet(images[: len(names)], preprocessing, tuple(names), tuple(skipped))
+    used = files.take(taken)
+    found = CalibrationSet(images[: len(taken)], preprocessing, used.names, tuple(skipped), files=used)
     if not sources:
         return found
     pictures, aspects = zip(*sources, strict=True)

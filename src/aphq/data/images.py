@@ -4,6 +4,7 @@ Pixels come out as timm's ImageFolder would give them (`image.convert("RGB")`), 
 applied, and 16-bit greyscale is scaled to 8 bits where Pillow would clip it to white.
 """
 
+import hashlib
 import io
 import logging
 import os
@@ -68,6 +69,13 @@ class ImageFiles:
             raise CorruptImage(self.names[index], "not an image of a known format") from error
         except Exception as error:  # decoders raise nearly anything on broken input: OSError, SyntaxError, struct.error
             raise CorruptImage(self.names[index], str(error) or type(error).__name__) from error
+
+    def digest(self, index: int) -> str | None:
+        """A hash of the file's bytes; None if it cannot be read."""
+        try:
+            return hashlib.sha256(self._read(index)).hexdigest()
+        except Exception:  # a zip's entries raise what their decoders do
+            return None
 
     def take(self, indices: Sequence[int]) -> "ImageFiles":
         """The images at `indices`, in that order."""

@@ -72,7 +72,7 @@ class Visit:
 class Workspace:
     """Everything a run holds in memory."""
 
-    teacher: nn.Module  # float, never changed
+    teacher: nn.Module  # float; rotation turns it together with the student
     student: nn.Module
     units: tuple[Unit, ...]
     images: Images

@@ -43,14 +43,19 @@ def load_model(
 
     The number of classes comes from the local file unless given; other `arguments` go to timm. A name that only
     torchvision has (vit_b_16, swin_v2_t, maskrcnn_resnet50_fpn) is looked up there. A folder with a config.json, or a
-    name with a slash, is a model of transformers, from the folder or from the hub. The names of our own detectors
-    (`aphq.detection.DETECTORS`) always need a local file; `arguments` are then fields of their DetectorConfig.
+    name with a slash, is a model of transformers, from the folder or from the hub; a folder that has a model's name,
+    as a run's may, is written ./NAME. The names of our own detectors (`aphq.detection.DETECTORS`) always need a local
+    file; `arguments` are then fields of their DetectorConfig.
     """
+    import timm
+
     if name in DETECTORS:
         from aphq.models.detection.checkpoint import load_detector
 
         return load_detector(name, weights, num_classes, **arguments)
-    if _is_of_transformers(name):
+    base = name.split(".")[0]
+    of_timm, of_torchvision = timm.is_model(base), _is_of_torchvision(name)
+    if not of_timm and not of_torchvision and _is_of_transformers(name):
         extras.require("transformers")
         from aphq.models.hf.loading import load_pretrained
 
@@ -59,12 +64,9 @@ def load_model(
                 f"{name} has its own weights and configuration: --weights and model arguments do not apply"
             )
         return load_pretrained(name)
-    import timm
-
-    base = name.split(".")[0]
-    if not timm.is_model(base) and _is_of_torchvision(name):
+    if of_torchvision and not of_timm:
         return _from_torchvision(name, weights, num_classes, arguments)
-    if not timm.is_model(base):
+    if not of_timm:
         raise ModelError(f"timm has no model {name!r}: {nearest(base, [*timm.list_models(), *DETECTORS])}")
     if weights is None:
         return _from_hub(name, num_classes, arguments)

@@ -92,7 +92,7 @@ def _reconstruct(
         loop.capture = work.ranks.agree_that(recordable(*reads))
         if config.views.every:
             loop.refresh_every = config.views.every
-            loop.refresh = lambda step: work.refresh(visit, work.views(config.views, unit.name, str(step)))
+            loop.refresh = lambda step: work.refresh(visit, work.views(config.views, config.NAME, unit.name, str(step)))
         curve = loop.run(lambda n: work.progress.advance(n, unit.name))
     if config.views.every:
         work.refresh(visit, work.image_rows())  # the walk goes on as it would after a stop

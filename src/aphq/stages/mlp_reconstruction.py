@@ -101,7 +101,7 @@ def _train(work: Workspace, config: settings.MlpReconstruction, jobs: list[Job])
     if config.views.every:
         first = jobs[0].loop
         first.refresh_every = config.views.every
-        first.refresh = lambda step: _refresh(work, jobs, work.views(config.views, note, str(step)))
+        first.refresh = lambda step: _refresh(work, jobs, work.views(config.views, config.NAME, str(step)))
     try:
         curves = run_together([job.loop for job in jobs], lambda n: work.progress.advance(n, note))
     finally:

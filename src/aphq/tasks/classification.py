@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from aphq.data import CalibrationSet, Labelled, Preprocessing, as_labelled, load_calibration
+from aphq.data.labelled import LabelledImages
+from aphq.errors import DataError
 from aphq.evaluation import classification
 from aphq.evaluation.classification import Accuracy
 from aphq.models.architecture import Unit, architecture_of, check_units, predict
@@ -50,6 +53,19 @@ class Classification(Task):
             whole=recipe.wants_views,
             progress=report,
         )
+
+    def keep_apart(self, images: Any, labelled: Labelled) -> None:
+        """Files of the same name are compared by their bytes."""
+        if images.files is None or not isinstance(labelled, LabelledImages):
+            return
+        ours, theirs = ([PurePath(name).name for name in files.names] for files in (images.files, labelled.files))
+        common = set(ours) & set(theirs)
+        measured = {labelled.files.digest(i) for i, name in enumerate(theirs) if name in common} - {None}
+        for i, name in enumerate(ours):
+            if name in common and images.files.digest(i) in measured:
+                raise DataError(
+                    f"the calibration image '{images.files.names[i]}' is one that is measured on: calibrate on others"
+                )
 
     @torch.no_grad()
     def outputs(
