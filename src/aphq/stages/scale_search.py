@@ -18,6 +18,7 @@ from aphq.engine.store import Rows
 from aphq.engine.workspace import Workspace
 from aphq.models.architecture import Unit, Value
 from aphq.quant.affine import fake_quantize
+from aphq.quant.edges import keep_off_edges
 from aphq.quant.layers import QuantizedLayer, QuantizedProduct, quantized_sites
 from aphq.quant.quantizer import Quantizer
 from aphq.quant.search import Range, Searcher, group_quantile, output_cost, self_cost
@@ -157,6 +158,8 @@ class Operand:
 def search_layer(layer: QuantizedLayer, sample: Sample, config: settings.ScaleSearch) -> None:
     """Weight [out, in] and input rows [tokens, in]: output = rows @ weight^T."""
     _alternate(_weight_operand(layer, config), Operand.of_sample(sample, layer.input_quantizer, config), config)
+    if layer.input_quantizer is not None:
+        keep_off_edges(layer.input_quantizer, sample.values)
 
 
 def _weight_operand(layer: QuantizedLayer, config: settings.ScaleSearch) -> Operand:
