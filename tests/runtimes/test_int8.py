@@ -15,6 +15,8 @@ from aphq.data.scenes import ScenePreprocessing
 from aphq.errors import ArtifactError
 from aphq.evaluation.coco import detect
 from aphq.models.detection.family import family_of
+from aphq.quant.layers import QuantizedLinear
+from aphq.quant.quantizer import Quantizer
 from aphq.runtimes.int8 import Int8Linear, Int8Patches, to_int8
 
 from ..export.exports import calibrated, normalised, relative, small_run
@@ -46,6 +48,17 @@ def test_images_that_patches_do_not_divide(vit, tmp_path: Path) -> None:  # type
     assert relative(integer(images), model(images)) < 1e-4
     found = aphq.export.export(model, "torch", out=tmp_path / "model.pt2", data=pixels(4, size=38))
     assert found.parity.matches["torch"].error < 1e-4
+
+
+def test_what_is_zero_in_the_simulation_is_zero() -> None:
+    """Rows of padding in a layer without a bias: Swin V2 divides by their length, which makes a lot of a little."""
+    inputs, weights = Quantizer(8, False, ()), Quantizer(8, True, (6, 1))
+    layer = QuantizedLinear(nn.Linear(24, 6, bias=False), weights, inputs)
+    inputs.set_range(torch.tensor(-0.3), torch.tensor(1.0))
+    weights.set_range(*(sign * layer.weight.detach().abs().amax(1, keepdim=True) for sign in (-1, 1)))
+    x = torch.randn(3, 24)
+    x[1] = 0
+    assert torch.equal(Int8Linear(layer)(x)[1], torch.zeros(6))
 
 
 def test_models_that_ask_a_layer_for_its_type_get_a_float_one(tiny_vit: Any) -> None:

@@ -1,8 +1,8 @@
 """The artifact run as integers in PyTorch: linear layers and patch embeddings multiply int8 by int8 into int32.
 
 The input's codes and the weight's are moved into signed bytes and `torch._int_mm` multiplies them, on CPUs and on CUDA.
-What the moves and zero-points cost is constant per output, so it goes into the bias: the result is the fake-quantized
-layer's to the last float rounding. Attention products and other convolutions stay simulated in float.
+What the moves and zero-points cost is a constant integer per output, so the sums are those of the fake-quantized layer:
+the result is its to the last float rounding. Attention products and other convolutions stay simulated in float.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Int8Linear(nn.Module):
     weight: Tensor
     scale: Tensor
     bias: Tensor
+    constant: Tensor
     column: Tensor
 
     def __init__(self, layer: QuantizedLayer) -> None:
@@ -47,17 +48,18 @@ class Int8Linear(nn.Module):
         self.point = int(inputs.zero_point)
         self.shift = self.point if self.point <= 128 and self.high - self.point <= 127 else 128
         scale = self.step * torch.from_numpy(weights.scale).double()
-        # input code - point = (code - shift) + (shift - point); the second part times the weight is a constant
-        bias = scale * ((self.shift - self.point) * torch.from_numpy(weights.column_sums()))
-        if layer.bias is not None:
-            bias = bias + layer.bias.data.cpu().double()
+        # input code - point = (code - shift) + (shift - point); the second part times the weight is a constant. It is
+        # added while sums are integers: those of a padded token must be zero, or Swin V2 normalises what is left
+        constant = (self.shift - self.point) * torch.from_numpy(weights.column_sums())
         # weight = (integer + column) * scale; most weights fit in signed bytes as they are and have no column
         column = torch.from_numpy(weights.shift) if weights.shift.any() else torch.empty(0)
+        bias = torch.zeros(self.features) if layer.bias is None else layer.bias.data
         padding = (0, -integers.shape[1] % MULTIPLE, 0, -len(integers) % MULTIPLE)
         self.register_buffer("integers", nn.functional.pad(integers, padding))
         self.register_buffer("scale", scale.float())
-        self.register_buffer("bias", bias.float())
-        self.register_buffer("column", column.float())
+        self.register_buffer("bias", bias.float().clone())
+        self.register_buffer("constant", constant.int())
+        self.register_buffer("column", column.int())
         # transformers casts images to the type of the weight; it is asked for that alone, so this one holds nothing
         self.register_buffer("weight", torch.empty(0), persistent=False)
         self.to(layer.weight.device)
@@ -69,10 +71,10 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.quantize(x).flatten(0, -2)  # [rows, in]
-        out = self.multiply(rows).float()[: rows.shape[0], : self.features]
+        sums = self.multiply(rows)[: rows.shape[0], : self.features].add_(self.constant)
         if self.column.numel():
-            out = out + rows.sum(1, dtype=torch.int32).float()[:, None] * self.column
-        return torch.addcmul(self.bias, out, self.scale).unflatten(0, x.shape[:-1]).to(x.dtype)
+            sums = sums + rows.sum(1, dtype=torch.int32)[:, None] * self.column
+        return torch.addcmul(self.bias, sums.float(), self.scale).unflatten(0, x.shape[:-1]).to(x.dtype)
 
     def multiply(self, rows: Tensor) -> Tensor:
         """int32 [rows, out], filled up as the kernel likes it."""
