@@ -26,9 +26,9 @@ def open_model(path: str | Path, runtime: str | None = None) -> nn.Module:
 
 
 def task_for(model: nn.Module) -> Task:
-    """What a model is for; exported files are classifiers."""
+    """What a model is for."""
     if isinstance(model, ExportedModel):
-        return TASKS["classification"]
+        return TASKS[model.task]
     info = info_of(model)
     return task_of(architecture_of(model) if info is None else architecture_named(info.family), model)
 

@@ -1,7 +1,9 @@
 """The gate, the files it lets through, and what runs them."""
 
+import copy
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,15 @@ import pytest
 import torch
 
 import aphq
-from aphq.errors import ExportError, RunError, RuntimeMissingError
-from aphq.export import export, onnx_file, sites
+from aphq.errors import DataError, ExportError, RunError, RuntimeMissingError
+from aphq.export import export, onnx_file, openvino_file, sites
 from aphq.export.metadata import preprocessing_from
 from aphq.export.parity import Match, allowed_beside, compare_whole
 from aphq.runtimes.session import open_exported
 
+from ..models.variants import family
 from ..runs import pixels
-from .exports import normalised, relative, small_run
+from .exports import calibrated, normalised, relative, small_run
 
 onnx = pytest.importorskip("onnx")
 
@@ -74,8 +77,49 @@ def test_openvino_files(tmp_path: Path) -> None:
     model = open_exported(found.path, "openvino")
     assert relative(model(images), run.model(images)) < 1e-3
     assert preprocessing_from(model.metadata, "").size == (32, 32)
+    assert model.metadata["aphq.tuned_for"] == "openvino"  # what it was made for, although nobody asked
     with pytest.raises(ExportError, match="ONNX Runtime cannot run"):
         open_exported(found.path, "onnxruntime")
+
+
+def test_a_graph_that_openvino_cannot_read_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openvino")
+    monkeypatch.setattr(openvino_file, "build", lambda *_: onnx.ModelProto())
+    with pytest.raises(ExportError, match="OpenVINO cannot load the exported graph"):
+        small_run().export("openvino", out=tmp_path / "model")
+
+
+def test_what_torch_cannot_record_is_explained(tmp_path: Path) -> None:
+    model: Any = copy.deepcopy(small_run().model)
+    model.norm.register_forward_hook(lambda _, __, out: out if float(out.sum()) > 0 else -out)
+    with pytest.raises(ExportError, match=r"cannot record the forward pass of this VisionTransformer: ."):
+        export(model, "torch", out=tmp_path / "model", data=pixels(4))
+
+
+def embedding_file(tmp_path: Path) -> Path:
+    return export(calibrated(family("timm vit, embedding")), out=tmp_path / "embed", data=pixels(4)).path
+
+
+def test_an_exported_embedding_has_no_accuracy(tmp_path: Path) -> None:
+    file = embedding_file(tmp_path)
+    with pytest.raises(DataError, match=r"has no classifier: .*leave out the labelled images"):
+        aphq.evaluate(file, (pixels(4), torch.zeros(4, dtype=torch.long)))
+
+
+@pytest.mark.parametrize("task", [None, "segmentation"])
+def test_files_of_other_versions(file: Path, tmp_path: Path, task: str | None) -> None:
+    """One that does not say what it is for is a classifier; one that says something unknown is refused."""
+    proto = onnx.load(file)
+    (entry,) = (entry for entry in proto.metadata_props if entry.key == "aphq.task")
+    proto.metadata_props.remove(entry)
+    if task is not None:
+        proto.metadata_props.add(key="aphq.task", value=task)
+    onnx.save(proto, tmp_path / "other.onnx")
+    if task is not None:
+        with pytest.raises(ExportError, match=r"other\.onnx is for 'segmentation', which this version does not know"):
+            open_exported(tmp_path / "other.onnx")
+    else:
+        assert aphq.evaluate(tmp_path / "other.onnx", (pixels(4), torch.zeros(4, dtype=torch.long))).images == 4
 
 
 @pytest.mark.parametrize("batch", [1, None])
@@ -134,9 +178,38 @@ def test_a_model_that_amplifies_rounding_may_differ_more_but_not_arbitrarily() -
     calm, wild = (allowed_beside(Match(0.0, math.inf, worst=w)) for w in (0.1, 5.0))  # of the median image: both 0
     assert compare_whole(logits, 1.15 * logits, calm).passed
     assert not compare_whole(logits, 1.3 * logits, calm).passed
-    for allowed in (wild, allowed_beside(None)):
-        assert compare_whole(logits, 1.7 * logits, allowed).passed
-        assert not compare_whole(logits, -logits, allowed).passed
+    assert compare_whole(logits, 1.7 * logits, wild).passed
+    assert not compare_whole(logits, -logits, wild).passed
+    assert allowed_beside(None) == calm  # what is not known excuses nothing
+
+
+@pytest.mark.parametrize(
+    ("message", "means_float32"),
+    [
+        ("expected scalar type Double but found Float", True),
+        ("mat1 and mat2 must have the same dtype, but got Double and Float", True),
+        ("Input type (double) and bias type (float) should be the same", True),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
+        ("The size of tensor a (4) must match the size of tensor b (5)", False),
+    ],
+)
+def test_only_a_model_that_insists_on_float32_is_spared_float64(
+    tmp_path: Path, message: str, means_float32: bool
+) -> None:
+    model: Any = copy.deepcopy(small_run().model)
+
+    def refuse(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        if inputs[0].dtype == torch.float64:
+            raise RuntimeError(message)
+
+    model.norm.register_forward_pre_hook(refuse)
+    if means_float32:
+        parity = export(model, "torch", out=tmp_path / "model", data=pixels(4)).parity
+        assert "in float64" not in parity.matches
+        assert parity.matches["torch"].allowed == 0.2
+    else:
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            export(model, "torch", out=tmp_path / "model", data=pixels(4))
 
 
 def test_a_run_folder_has_its_own_images(tmp_path: Path, tiny_vit: Any) -> None:
@@ -182,6 +255,8 @@ def test_somebody_elses_file_is_named(file: Path, tmp_path: Path) -> None:
         ({"to": "onx"}, "cannot export to 'onx'.*onnx"),
         ({"tuned_for": "openvin"}, "cannot tune for 'openvin'.*openvino"),
         ({"batch": 0}, "batch must be at least 1"),
+        ({"images": 0}, "at least 1 image; got 0"),
+        ({"images": -3}, "at least 1 image; got -3"),
     ],
 )
 def test_wrong_words_are_explained(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from aphq.errors import ExportError
-from aphq.export import sites
 from aphq.export.operators import OPERATORS
 from aphq.export.sites import STYLES
 from aphq.export.trace import trace
 from aphq.export.translate import translate
 from aphq.models.architecture import predict
+from aphq.quant.layers import QuantizedConv2d
 from aphq.runtimes.onnxruntime import open_session
 
 from ..models.families import FAMILIES
@@ -180,7 +180,7 @@ def test_low_bit_inputs_are_clipped_before_they_are_quantized(tiny_vit: nn.Modul
 
 def test_a_kernel_that_does_not_tile_stays_a_convolution(tiny_vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     model = calibrated(tiny_vit)
-    monkeypatch.setattr(sites, "_tiles", lambda *_: False)
+    monkeypatch.setattr(QuantizedConv2d, "tiles", lambda *_: False)
     proto = exported(model)
     assert "Conv" in operators(proto)
     images = normalised(model, 8)

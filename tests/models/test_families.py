@@ -17,8 +17,10 @@ from aphq.models.architecture import predict
 from aphq.models.attention import open_attentions
 from aphq.models.mlp import may_become_relu
 from aphq.models.student import opened_copy
+from aphq.quant.layers import QuantizedLayer, quantized_sites
 from aphq.stages.rotation import turn_heads, turn_stream
 
+from ..export.exports import relative
 from ..runs import pixels, sha256, short
 from ..test_resume import die_at, killed
 from .families import FAMILIES
@@ -28,6 +30,7 @@ from .variants import family, images_for, preprocessing_for
 QUICK = ("timm eva, eva02", "timm beit, own positions", "timm cait", "timm swin v2", "torchvision vit")
 QUICK += ("torchvision swin v2, padded", "transformers vit", "transformers siglip", "transformers swin")
 QUICK += ("transformers dinov2, swiglu", "transformers clip, projection")
+INTEGER = ("timm cait", "transformers vit", "transformers clip")
 GATED = ("torchvision vit", "transformers clip, projection", "timm eva, mixed rope", "timm eva, pooled by attention")
 RESUMED = ("timm cait", "torchvision vit", "transformers clip", "transformers swin v2")
 
@@ -62,6 +65,21 @@ def test_the_export_passes_its_gate(name: str, tmp_path: Path) -> None:
     found = run.export("onnx", out=tmp_path / "model.onnx", data=pixels())
     assert found.parity.passed, found.parity
     assert aphq.opening.open_model(tmp_path / "model.onnx")(images_for(run.model)).shape[0] == 2
+
+
+@pytest.mark.parametrize("name", marked(INTEGER))
+@torch.no_grad()
+def test_pytorch_multiplies_integers_and_records_them(name: str, tmp_path: Path) -> None:
+    run = quantized(family(name), short("w8a8", "fast"), tmp_path / "run")
+    images = images_for(run.model)
+    expected = predict(run.model, images)
+    integer = aphq.load(tmp_path / "run", runtime="int8")
+    left = [name for name, site in quantized_sites(integer) if isinstance(site, QuantizedLayer)]
+    assert not left, f"still simulated: {left}"
+    assert relative(predict(integer, images), expected) < 1e-4
+    run.export("torch", out=tmp_path / "model.pt2", batch=2)
+    program = torch.export.load(tmp_path / "model.pt2")
+    assert relative(program.module()(images), expected) < 1e-4
 
 
 @pytest.mark.parametrize("name", marked(RESUMED))
@@ -130,7 +148,7 @@ def test_relu_replaces_gelu_and_nothing_else(caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.parametrize("name", ["timm swin v2", "timm eva, norms last", "timm eva, mixed rope", "torchvision swin"])
 def test_every_stage_runs_or_skips_where_a_family_has_nothing_for_it(name: str) -> None:
-    recipe = short(effort="best", block_reconstruction__views__every=0, mlp_reconstruction__views__every=0)
+    recipe = short(effort="best", block_reconstruction__views__copies=0, mlp_reconstruction__views__copies=0)
     assert not any(row.note for row in quantized(family(name), recipe).coverage)
 
 

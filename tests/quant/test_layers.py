@@ -14,6 +14,7 @@ from aphq.quant.layers import (
     QuantizedLayer,
     QuantizedLinear,
     QuantizedProduct,
+    patches,
     quantized_sites,
     quantizers,
 )
@@ -22,6 +23,29 @@ from aphq.quant.rounding import LearnedRounding
 
 bits = st.integers(2, 8)
 seeds = st.integers(0, 10**6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cuts", "tiles"),
+    [
+        ({"stride": 4}, True, True),
+        ({"stride": 4, "padding": "valid"}, True, True),
+        ({"stride": (4, 4), "kernel_size": (4, 4), "groups": 3}, False, False),
+        ({"stride": 5, "kernel_size": 5}, True, False),  # drops two columns
+        ({"stride": 2}, False, False),
+        ({"stride": 4, "padding": 1}, False, False),
+        ({"stride": 1, "padding": "same"}, False, False),
+        ({"stride": 4, "dilation": 2}, False, False),
+    ],
+)
+def test_which_kernels_cut_an_image_into_patches(arguments: dict[str, Any], cuts: bool, tiles: bool) -> None:
+    layer = QuantizedConv2d(nn.Conv2d(3, 6, **{"kernel_size": 4, **arguments}), None, None)
+    assert (layer.cuts_patches, layer.tiles((12, 12))) == (cuts, tiles)
+    assert not layer.tiles((12, 13))
+    if tiles:
+        x = torch.randn(2, 3, 12, 12)
+        rows = F.linear(patches(x, layer.kernel_size), layer.weight.flatten(1), layer.bias)
+        torch.testing.assert_close(rows.permute(0, 3, 1, 2), layer(x))
 
 
 def fitted(x: Tensor, bits: int, symmetric: bool, shape: tuple[int, ...], exact: bool) -> Quantizer:

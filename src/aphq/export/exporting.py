@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from aphq.data import load_calibration
 from aphq.engine.folder import RunFolder
 from aphq.errors import ExportError
 from aphq.export.metadata import PREFIX, describe
-from aphq.export.parity import Match, Parity, allowed_beside, compare_units, compare_whole, in_float64
+from aphq.export.parity import Match, Parity, allowed_beside, compare_float64, compare_units, compare_whole
 from aphq.export.registry import Draft, Options, exporter_named
 from aphq.models.architecture import architecture_of, predict
 
@@ -72,6 +71,7 @@ def export(
     to: "onnx", "openvino" or "torch".
     out: the file; a run folder keeps it as model.onnx, model.xml or model.pt2 by itself.
     data: images to compare on, as for `aphq.quantize`; a run folder has some.
+    images: how many of them, at least 1.
     batch: images per run of the file; None lets it vary, at some cost in OpenVINO.
     tuned_for: "any", or "onnxruntime" or "openvino" to shape the graph for one.
     force: write it even if it does not match; the numbers are in its metadata either way.
@@ -79,7 +79,6 @@ def export(
     folder = None if isinstance(model, nn.Module) else Path(model)
     exporter, options = exporter_named(to), Options(batch, tuned_for)
     loaded = copy.deepcopy(model).cpu().eval() if isinstance(model, nn.Module) else load(model)
-    metadata = describe(loaded, options)
     path = _target(out, folder, exporter.suffix)
     seen = parity_images(loaded, data, folder, images)
     draft = exporter.draft(loaded, seen, options)
@@ -89,6 +88,7 @@ def export(
             f"the export to {to} does not compute what the quantized model does, so it is not written "
             f"({_failures(parity)} on {parity.images} images); force it to look into it"
         )
+    metadata = describe(loaded, draft.options)
     files = draft.write(path, {**metadata, f"{PREFIX}parity": json.dumps(parity.to_dict())})
     return Exported(path, tuple(files), parity, forced=not parity.passed)
 
@@ -99,11 +99,12 @@ def _compare(model: nn.Module, draft: Draft, images: Tensor) -> Parity:
     if draft.parts is not None:
         units = architecture_of(model).units(model)
         matches |= compare_units(model, units, images[:UNIT_IMAGES], draft.parts)
-    parts, precisely = images.split(UNIT_IMAGES), in_float64(model)
+    parts = images.split(UNIT_IMAGES)
     expected = torch.cat([predict(model, part) for part in parts])
-    with contextlib.suppress(RuntimeError):  # a model may insist on float32 (timm's mixed rotary embedding does)
-        matches["in float64"] = compare_whole(expected, torch.cat([precisely(part) for part in parts]))
-    allowed = allowed_beside(matches.get("in float64"))
+    own = compare_float64(model, parts, expected)
+    if own is not None:
+        matches["in float64"] = own
+    allowed = allowed_beside(own)
     for name, fused in draft.fused.items():
         matches[name] = compare_whole(expected, fused(images), allowed)
     return Parity(len(images), matches)
@@ -112,6 +113,8 @@ def _compare(model: nn.Module, draft: Draft, images: Tensor) -> Parity:
 def parity_images(model: nn.Module, data: Any, folder: Path | None, count: int) -> Tensor:
     """Normalised images from `data`, or those that the run kept."""
     preprocessing = classifier_input(model)
+    if count < 1:
+        raise ExportError(f"an export is compared on at least 1 image; got {count}")
     if data is not None:
         info = info_of(model)
         assert info is not None

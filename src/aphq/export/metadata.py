@@ -12,10 +12,13 @@ from aphq.artifact.info import classifier_input, info_of
 from aphq.data.preprocessing import Preprocessing
 from aphq.errors import ExportError
 from aphq.export.registry import Options
+from aphq.models.architecture import TaskName, architecture_named
 from aphq.tasks.classification import class_count
+from aphq.typed import shown
 
 PREFIX = "aphq."
 FORMAT = "1"
+TASKS: tuple[TaskName, ...] = ("classification", "embedding")  # of what can be exported
 
 
 def describe(model: nn.Module, options: Options) -> dict[str, str]:
@@ -29,6 +32,7 @@ def describe(model: nn.Module, options: Options) -> dict[str, str]:
         f"{PREFIX}version": __version__,
         f"{PREFIX}recipe": info.recipe.name,
         f"{PREFIX}family": info.family,
+        f"{PREFIX}task": architecture_named(info.family).task_of(model),
         f"{PREFIX}classes": str(class_count(model)),
         f"{PREFIX}float_sha256": info.float_sha256,
         f"{PREFIX}preprocessing": json.dumps(preprocessing.to_dict()),
@@ -44,6 +48,14 @@ def preprocessing_from(metadata: Mapping[str, str], where: str) -> Preprocessing
 
 def classes_from(metadata: Mapping[str, str], where: str) -> int:
     return int(_json(metadata, "classes", where))
+
+
+def task_from(metadata: Mapping[str, str], where: str) -> str:
+    """What the file is for; those of earlier versions do not say, and count as classifiers."""
+    found = metadata.get(f"{PREFIX}task", TASKS[0])
+    if found not in TASKS:
+        raise ExportError(f"{where} is for {shown(found)}, which this version does not know; known: {', '.join(TASKS)}")
+    return found
 
 
 def batch_from(metadata: Mapping[str, str], where: str) -> int | None:

@@ -31,7 +31,7 @@ class OnnxExporter:
             write_atomically(path, lambda temporary: temporary.write_bytes(proto.SerializeToString()))
             return [path]
 
-        return Draft(fused(proto.SerializeToString(), options.batch), write, partial(parts, model, options))
+        return Draft(options, fused(proto.SerializeToString(), options.batch), write, partial(parts, model, options))
 
 
 def build(model: nn.Module, images: Tensor, options: Options) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from aphq.export.onnx_file import build, parts
 from aphq.export.registry import Draft, Options, register
 from aphq.extras import require
 from aphq.runtimes.batches import in_batches
-from aphq.runtimes.openvino import SECTION, settings
+from aphq.runtimes.openvino import SECTION, open_graph
 
 
 @register("openvino")
@@ -24,22 +25,20 @@ class OpenVinoExporter:
 
     def draft(self, model: nn.Module, images: Tensor, options: Options) -> Draft:
         """By way of ONNX, in the shape that OpenVINO likes best unless told otherwise."""
-        openvino = require("openvino")
+        require("openvino")  # before the work of building the graph
         if options.tuned_for == "any":
-            options = Options(options.batch, "openvino")
-        core = openvino.Core()
-        graph = core.read_model(build(model, images, options).SerializeToString())
-        request = core.compile_model(graph, "CPU", settings(None)).create_infer_request()
-        fused = partial(in_batches, lambda pixels: request.infer({0: pixels})[0], batch=options.batch)
-        return Draft({"openvino": fused}, partial(_write, openvino, graph), partial(parts, model, options))
+            options = replace(options, tuned_for="openvino")
+        graph, infer = open_graph(build(model, images, options).SerializeToString())
+        fused = partial(in_batches, infer, batch=options.batch)
+        return Draft(options, {"openvino": fused}, partial(_write, graph), partial(parts, model, options))
 
 
-def _write(openvino: Any, graph: Any, path: Path, metadata: dict[str, str]) -> list[Path]:
+def _write(graph: Any, path: Path, metadata: dict[str, str]) -> list[Path]:
     for key, value in metadata.items():
         graph.set_rt_info(value, [SECTION, key])
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / path.name
-        openvino.save_model(graph, draft, compress_to_fp16=False)  # half precision would be another model
+        require("openvino").save_model(graph, draft, compress_to_fp16=False)  # half precision would be another model
         # the weights first: a graph without them is worse than weights without a graph
         files = [path.with_suffix(".bin"), path]
         write_together({file: partial(shutil.copyfile, draft.with_suffix(file.suffix)) for file in files})

@@ -37,6 +37,7 @@ REFERENCE = "reference"  # the way to run a graph operator by operator, as it st
 class Draft:
     """An export that has not been written yet, and the ways to run it."""
 
+    options: Options  # as it was made
     fused: dict[str, Predict]  # the whole model, by runtime
     write: Callable[[Path, dict[str, str]], list[Path]]  # (path, metadata) -> the files written
     parts: Callable[[Step, Tensor], dict[str, Predict]] | None = None  # (step, sample) -> that step alone, by each way

@@ -69,19 +69,12 @@ def _clip(context: Context, x: str, low: Array, high: Array, site: str) -> str:
 def layer(context: Context, shape: tuple[int, ...], x: Value, module: QuantizedLayer, site: str, style: Style) -> Value:
     if not isinstance(module, QuantizedConv2d):
         return context.from_rows(_matrix(context, context.as_rows(x), module, site, style), shape, site)
-    if not _tiles(module, x.shape):
+    if not module.tiles(x.shape[2:]):
         return _convolution(context, shape, x, module, site)
     rows = _matrix(context, _tile(context, x, module), module, site, style)
     batch, channels, height, width = shape
     channels_last = (batch, height, width, channels)
     return context.transpose(Value(context.graph.reshape(rows, channels_last, site), channels_last), (0, 3, 1, 2))
-
-
-def _tiles(module: QuantizedConv2d, shape: tuple[int, ...]) -> bool:
-    """Whether the kernel cuts the image into patches that neither overlap nor leave anything out."""
-    plain = module.groups == 1 and module.dilation == (1, 1) and module.padding in ("valid", (0, 0))
-    whole = all(side % kernel == 0 for side, kernel in zip(shape[2:], module.kernel_size, strict=True))
-    return plain and whole and module.stride == module.kernel_size
 
 
 def _tile(context: Context, x: Value, module: QuantizedConv2d) -> str:
@@ -196,14 +189,13 @@ def _convolution(context: Context, shape: tuple[int, ...], x: Value, module: Qua
         scales = graph.constant(weights.scale, f"{site}.weight_scale")
         weight = graph.node("DequantizeLinear", [graph.constant(weights.codes), scales, zeros], site, axis=0)
     bias = [] if module.bias is None else [context.name(module.bias)]
-    padding = (0, 0) if isinstance(module.padding, str) else module.padding
     out = graph.node(
         "Conv",
         [name, weight, *bias],
         site,
         kernel_shape=list(module.kernel_size),
         strides=list(module.stride),
-        pads=[*padding, *padding],
+        pads=[*module.padding, *module.padding],
         dilations=list(module.dilation),
         group=module.groups,
     )

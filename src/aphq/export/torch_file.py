@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from aphq.engine.files import write_atomically
 from aphq.errors import ExportError
 from aphq.export.registry import Draft, Options, register
-from aphq.export.trace import Part
+from aphq.export.trace import Part, record
 from aphq.models.architecture import predict
 from aphq.runtimes.int8 import to_int8
 
@@ -27,11 +27,9 @@ class TorchExporter:
         if options.tuned_for != "any":
             raise ExportError(f"a torch.export program cannot be tuned for {options.tuned_for}")
         sample = torch.zeros(options.batch or 2, *images.shape[1:])
-        dims = ({0: torch.export.Dim("batch")},) if options.batch is None else None
-        with torch.no_grad():
-            part = Part(to_int8(copy.deepcopy(model)), predict)
-            program = torch.export.export(part, (sample,), dynamic_shapes=dims, strict=False)
-        return Draft({"torch": partial(_predict, program.module(), options.batch)}, partial(_write, program))
+        program = record(Part(to_int8(copy.deepcopy(model)), predict), sample, options.batch is None)
+        run = partial(_predict, program.module(), options.batch)
+        return Draft(options, {"torch": run}, partial(_write, program))
 
 
 def _predict(module: Any, batch: int | None, images: Tensor) -> Tensor:

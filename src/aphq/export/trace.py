@@ -66,10 +66,9 @@ class _LayerSite(nn.Module):
 
 
 def _window(layer: QuantizedConv2d, name: str) -> tuple[Any, ...]:
-    padding = (0, 0) if layer.padding == "valid" else layer.padding
-    if isinstance(padding, str):
-        raise ExportError(f"the convolution {name!r} has padding {padding!r}; supported: numbers and 'valid'")
-    return layer.kernel_size, layer.stride, padding, layer.dilation
+    if isinstance(layer.padding, str):
+        raise ExportError(f"the convolution {name!r} has padding {layer.padding!r}; supported: numbers and 'valid'")
+    return layer.kernel_size, layer.stride, layer.padding, layer.dilation
 
 
 class _ProductSite(QuantizedProduct):
@@ -133,12 +132,14 @@ def trace(model: nn.Module, sample: Tensor, dynamic_batch: bool = False, step: S
         for name, site in sites.items()
     }
     shell = copy.deepcopy(model, stand_ins)  # a copy that has the stand-in wherever the site was
-    part = Part(shell, step or _whole(model))
+    return Trace(record(Part(shell, step or _whole(model)), sample, dynamic_batch), sites)
+
+
+@torch.no_grad()
+def record(part: Part, sample: Tensor, dynamic_batch: bool) -> torch.export.ExportedProgram:
     dims = ({0: torch.export.Dim("batch")},) if dynamic_batch else None
     try:
-        with torch.no_grad():
-            program = torch.export.export(part, (sample,), dynamic_shapes=dims, strict=False)
+        return torch.export.export(part, (sample,), dynamic_shapes=dims, strict=False)
     except Exception as problem:  # the tracer's errors have no common base
         reason = " ".join(str(problem).split())[:300]
-        raise ExportError(f"cannot record the forward pass of this {type(model).__name__}: {reason}") from problem
-    return Trace(program, sites)
+        raise ExportError(f"cannot record the forward pass of this {type(part.model).__name__}: {reason}") from problem

@@ -212,11 +212,6 @@ def _rope(model: Any, number: int) -> Tensor | None:
     return found[number] if getattr(model, "rope_mixed", False) else found
 
 
-def _kv_heads(attention: Any) -> int:
-    groups = attention.groups if isinstance(attention, RotaryAttention) else getattr(attention, "num_kv_groups", 1)
-    return int(attention.num_heads // groups)
-
-
 def _describe_rope(rope: Any) -> dict[str, Any]:
     shape = getattr(rope, "ref_feat_shape", None)
     return {

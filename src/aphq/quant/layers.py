@@ -12,7 +12,7 @@ network of three bits amplifies that into other predictions; integers are what e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -159,22 +159,19 @@ class QuantizedConv2d(QuantizedLayer):
         return rows, columns
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.rounding is not None and self._tiles(x):
-            return self._by_tiles(x, weight, bias)
+        if self.rounding is not None and self.tiles(x.shape[2:]):
+            # the same as one matrix product, whose gradients cost a fraction of a convolution's with three channels
+            return F.linear(patches(x, self.kernel_size), weight.flatten(1), bias).permute(0, 3, 1, 2)
         return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
-    def _tiles(self, x: Tensor) -> bool:
-        """Whether the kernel cuts the image into patches that neither overlap nor leave anything out."""
-        height, width = self.kernel_size
-        plain = self.groups == 1 and self.dilation == (1, 1) and self.padding in ("valid", (0, 0))
-        return plain and self.stride == self.kernel_size and x.shape[2] % height == 0 and x.shape[3] % width == 0
+    @property
+    def cuts_patches(self) -> bool:
+        """Whether each output is a patch of the image that no other output sees; what makes no whole patch is lost."""
+        return (self.stride, self.padding, self.dilation, self.groups) == (self.kernel_size, (0, 0), (1, 1), 1)
 
-    def _by_tiles(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same as one matrix product, whose gradients cost a fraction of a convolution's with three channels."""
-        height, width = self.kernel_size
-        tiles = x.unflatten(3, (-1, width)).unflatten(2, (-1, height))  # [batch, in, rows, height, columns, width]
-        patches = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3)  # [batch, rows, columns, in * height * width]
-        return F.linear(patches, weight.flatten(1), bias).permute(0, 3, 1, 2)
+    def tiles(self, sides: Sequence[int]) -> bool:
+        """Whether the kernel cuts an image of this height and width into patches and leaves nothing out."""
+        return self.cuts_patches and all(side % size == 0 for side, size in zip(sides, self.kernel_size, strict=True))
 
 
 class QuantizedConvTranspose2d(QuantizedLayer):
@@ -222,6 +219,13 @@ class QuantizedProduct(nn.Module):
         if self.right is not None:
             right = self.right(right)
         return left @ right
+
+
+def patches(x: Tensor, kernel: Sequence[int]) -> Tensor:
+    """An image of whole patches, [batch, in, height, width], as [batch, rows, columns, in * kernel]."""
+    down, right = kernel
+    tiles = x.unflatten(3, (-1, right)).unflatten(2, (-1, down))  # [batch, in, rows, down, columns, right]
+    return tiles.permute(0, 2, 4, 1, 3, 5).flatten(3)
 
 
 def settled(first: Quantizer, second: Quantizer, *operands: Tensor) -> bool:

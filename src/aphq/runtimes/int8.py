@@ -1,8 +1,8 @@
 """The artifact run as integers in PyTorch: linear layers and patch embeddings multiply int8 by int8 into int32.
 
 The input's codes and the weight's are moved into signed bytes and `torch._int_mm` multiplies them, on CPUs and on CUDA.
-What the moves and zero-points cost is constant per output, so it goes into the bias: the result is the fake-quantized
-layer's to the last float rounding. Attention products stay simulated in float.
+What the moves and zero-points cost is a constant integer per output, so the sums are those of the fake-quantized layer:
+the result is its to the last float rounding. Attention products and other convolutions stay simulated in float.
 """
 
 from __future__ import annotations
@@ -12,9 +12,17 @@ import logging
 import torch
 from torch import Tensor, nn
 
+from aphq.export.formats import weight_format
 from aphq.models.architecture import replace_module
 from aphq.quant.affine import top_code
-from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedLinear, QuantizedProduct, quantized_sites
+from aphq.quant.layers import (
+    QuantizedConv2d,
+    QuantizedLayer,
+    QuantizedLinear,
+    QuantizedProduct,
+    patches,
+    quantized_sites,
+)
 
 log = logging.getLogger(__name__)
 SMALLEST_ROWS, MULTIPLE = 17, 8  # what CUDA's kernel takes
@@ -23,36 +31,38 @@ SMALLEST_ROWS, MULTIPLE = 17, 8  # what CUDA's kernel takes
 class Int8Linear(nn.Module):
     """[..., in] -> [..., out]"""
 
+    integers: Tensor
     weight: Tensor
     scale: Tensor
     bias: Tensor
+    constant: Tensor
     column: Tensor
 
     def __init__(self, layer: QuantizedLayer) -> None:
         super().__init__()
-        weights, inputs = layer.weight_quantizer, layer.input_quantizer
-        assert weights is not None
+        inputs, weights = layer.input_quantizer, weight_format(layer)
         assert inputs is not None
-        codes = weights.codes(layer.weight.data).flatten(1)  # [out, in]
-        point = weights.zero_point.flatten().expand(len(codes))
-        fits = (point <= 128) & (top_code(weights.bits) - point <= 127)
-        minus = torch.where(fits, point, torch.full_like(point, 128.0))
-        integers = codes - minus[:, None]
-        column = minus - point  # weight = (integer + column) * scale
+        integers = torch.from_numpy(weights.integers).flatten(1)  # [out, in]
         self.features = len(integers)
         self.step, self.high = float(inputs.scale), top_code(inputs.bits)
         self.point = int(inputs.zero_point)
         self.shift = self.point if self.point <= 128 and self.high - self.point <= 127 else 128
-        scale = float(inputs.scale) * weights.scale.data.flatten().double().expand(len(codes))
-        # input code - point = (code - shift) + (shift - point); the second part times the weight is a constant
-        constant = (self.shift - self.point) * (integers.double().sum(1) + column.double() * codes.shape[1])
-        bias = scale * constant + (0 if layer.bias is None else layer.bias.data.double())
-        padding = (0, -codes.shape[1] % MULTIPLE, 0, -len(codes) % MULTIPLE)
-        packed = nn.functional.pad(integers, padding).to(torch.int8)
-        self.register_buffer("weight", packed)  # [out, in]
+        scale = self.step * torch.from_numpy(weights.scale).double()
+        # input code - point = (code - shift) + (shift - point); the second part times the weight is a constant. It is
+        # added while sums are integers: those of a padded token must be zero, or Swin V2 normalises what is left
+        constant = (self.shift - self.point) * torch.from_numpy(weights.column_sums())
+        # weight = (integer + column) * scale; most weights fit in signed bytes as they are and have no column
+        column = torch.from_numpy(weights.shift) if weights.shift.any() else torch.empty(0)
+        bias = torch.zeros(self.features) if layer.bias is None else layer.bias.data
+        padding = (0, -integers.shape[1] % MULTIPLE, 0, -len(integers) % MULTIPLE)
+        self.register_buffer("integers", nn.functional.pad(integers, padding))
         self.register_buffer("scale", scale.float())
-        self.register_buffer("bias", bias.float())
-        self.register_buffer("column", column.float() if column.any() else torch.empty(0))
+        self.register_buffer("bias", bias.float().clone())
+        self.register_buffer("constant", constant.int())
+        self.register_buffer("column", column.int())
+        # transformers casts images to the type of the weight; it is asked for that alone, so this one holds nothing
+        self.register_buffer("weight", torch.empty(0), persistent=False)
+        self.to(layer.weight.device)
 
     def quantize(self, x: Tensor) -> Tensor:
         """The input's codes as signed bytes."""
@@ -61,18 +71,18 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.quantize(x).flatten(0, -2)  # [rows, in]
-        out = self.multiply(rows).float()[: rows.shape[0], : self.features]
+        sums = self.multiply(rows)[: rows.shape[0], : self.features].add_(self.constant)
         if self.column.numel():
-            out = out + rows.sum(1, dtype=torch.int32).float()[:, None] * self.column
-        return torch.addcmul(self.bias, out, self.scale).unflatten(0, x.shape[:-1]).to(x.dtype)
+            sums = sums + rows.sum(1, dtype=torch.int32)[:, None] * self.column
+        return torch.addcmul(self.bias, sums.float(), self.scale).unflatten(0, x.shape[:-1]).to(x.dtype)
 
     def multiply(self, rows: Tensor) -> Tensor:
         """int32 [rows, out], filled up as the kernel likes it."""
         missing = max(0, SMALLEST_ROWS - rows.shape[0]) if rows.is_cuda else 0
-        extra = self.weight.shape[1] - rows.shape[1]
+        extra = self.integers.shape[1] - rows.shape[1]
         if missing or extra:
             rows = nn.functional.pad(rows, (0, extra, 0, missing))
-        product: Tensor = torch._int_mm(rows, self.weight.t())
+        product: Tensor = torch._int_mm(rows, self.integers.t())
         return product
 
 
@@ -84,32 +94,37 @@ class Int8Patches(nn.Module):
         self.kernel_size = layer.kernel_size
         self.linear = Int8Linear(layer)
 
+    @property
+    def weight(self) -> Tensor:
+        """Its type is the images', as a convolution's is."""
+        return self.linear.weight
+
     def forward(self, x: Tensor) -> Tensor:
-        down, right = self.kernel_size
-        tiles = x.unflatten(3, (-1, right)).unflatten(2, (-1, down))  # [batch, in, rows, down, columns, right]
-        out: Tensor = self.linear(tiles.permute(0, 2, 4, 1, 3, 5).flatten(3))
+        height, width = (side - side % size for side, size in zip(x.shape[2:], self.kernel_size, strict=True))
+        out: Tensor = self.linear(patches(x[:, :, :height, :width], self.kernel_size))
         return out.permute(0, 3, 1, 2)
 
 
 def to_int8(model: nn.Module) -> nn.Module:
     """Replace, in place, every layer that has integers for both its weight and its input; the rest is noted."""
-    left: list[str] = []
+    float_by_choice: list[str] = []
+    without_kernel: list[str] = []
     for name, site in list(quantized_sites(model)):
         if isinstance(site, QuantizedProduct):
             continue
         if site.weight_quantizer is None or site.input_quantizer is None:
-            left.append(name)
+            float_by_choice.append(name)
         elif isinstance(site, QuantizedLinear):
             replace_module(model, name, Int8Linear(site))
-        elif isinstance(site, QuantizedConv2d) and _is_patches(site):
+        elif isinstance(site, QuantizedConv2d) and site.cuts_patches:
             replace_module(model, name, Int8Patches(site))
         else:
-            left.append(name)
-    if left:
-        log.warning("without integers on both sides, so still in float: %s", ", ".join(left))
+            without_kernel.append(name)
+    if float_by_choice:
+        log.warning("not integers on both sides by the recipe, so still in float: %s", ", ".join(float_by_choice))
+    if without_kernel:
+        log.warning(
+            "still simulated in float, for only linear layers and patch embeddings have an integer kernel here: %s",
+            ", ".join(without_kernel),
+        )
     return model.eval()
-
-
-def _is_patches(layer: QuantizedConv2d) -> bool:
-    plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding in ("valid", (0, 0))
-    return plain and layer.stride == layer.kernel_size

@@ -14,15 +14,20 @@ SECTION = "aphq"  # of the run-time information of an OpenVINO model, which keep
 
 def open_session(model: Path | bytes, threads: int | None = None) -> tuple[Infer, dict[str, str]]:
     """(function from images to logits, metadata)"""
+    graph, infer = open_graph(model, threads)
+    return infer, metadata_of(graph)
+
+
+def open_graph(model: Path | bytes, threads: int | None = None) -> tuple[Any, Infer]:
+    """(OpenVINO's own model, function from images to logits)"""
     core = require("openvino").Core()
     where = "the exported graph" if isinstance(model, bytes) else str(model)
     try:
-        found = core.read_model(model)
-        compiled = core.compile_model(found, "CPU", settings(threads))
+        graph = core.read_model(model)
+        request = core.compile_model(graph, "CPU", settings(threads)).create_infer_request()
     except RuntimeError as problem:
         raise ExportError(f"OpenVINO cannot load {where}: {str(problem).strip().splitlines()[-1]}") from None
-    request = compiled.create_infer_request()
-    return lambda images: request.infer({0: images})[0], metadata_of(found)
+    return graph, lambda images: request.infer({0: images})[0]
 
 
 def settings(threads: int | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""An exported file as a module: images in, logits out, whatever runs it."""
+"""An exported file as a module: images in, logits or embeddings out, whatever runs it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from aphq.errors import ExportError
-from aphq.export.metadata import batch_from, classes_from, preprocessing_from
+from aphq.export.metadata import batch_from, classes_from, preprocessing_from, task_from
 from aphq.runtimes.batches import Infer, in_batches
 from aphq.typed import nearest
 
@@ -22,6 +22,7 @@ class ExportedModel(nn.Module):
     def __init__(self, infer: Infer, metadata: Mapping[str, str], where: str) -> None:
         super().__init__()
         self.infer, self.metadata = infer, dict(metadata)
+        self.task = task_from(metadata, where)
         self.num_classes = classes_from(metadata, where)
         self.preprocessing = preprocessing_from(metadata, where)
         self.batch = batch_from(metadata, where)
