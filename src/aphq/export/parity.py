@@ -105,13 +105,18 @@ def _step(unit: Unit) -> Step:
     return lambda model, x: unit.bridge(model, unit.run(model, x))
 
 
+def in_float64(model: nn.Module) -> Predict:
+    """The simulation in another arithmetic: what it gives otherwise is rounding alone."""
+    precise = copy.deepcopy(model).double()
+    return lambda images: predict(precise, images.double()).float()
+
+
 @torch.no_grad()
 def compare_float64(model: nn.Module, batches: Sequence[Tensor], expected: Tensor) -> Match | None:
-    """The simulation in another arithmetic: what it gives otherwise is rounding alone. None if the model insists on
-    float32, as timm's mixed rotary embedding does."""
-    precise = copy.deepcopy(model).double()
+    """The simulation with itself; None if the model insists on float32, as timm's mixed rotary embedding does."""
+    precisely = in_float64(model)
     try:
-        got = torch.cat([predict(precise, images.double()).float() for images in batches])
+        got = torch.cat([precisely(images) for images in batches])
     except RuntimeError as problem:
         if not MIXED_TYPES.search(str(problem)):
             raise
