@@ -86,8 +86,9 @@ class Distance:
     noise: float = 0.0
 
     def add(self, expected: Tensor, got: Tensor) -> None:
-        self.signal += float(expected.double().square().sum())
-        self.noise += float((got.double() - expected.double()).square().sum())
+        exact, other = (x.cpu().double() if x.device.type == "mps" else x.double() for x in (expected, got))
+        self.signal += float(exact.square().sum())  # mps has no float64
+        self.noise += float((other - exact).square().sum())
 
     @property
     def decibels(self) -> float | None:
