@@ -53,6 +53,19 @@ def test_memory_is_that_of_the_model(tmp_path: Path) -> None:
     assert row.speedup is None
 
 
+def test_the_threads_of_torch_are_given_back(tmp_path: Path) -> None:
+    aphq.save(small_run().model, tmp_path)
+    before = torch.get_num_threads()
+    bench(tmp_path, runtimes=["pytorch"], seconds=0.01, memory=False, threads=before + 1)
+    assert torch.get_num_threads() == before
+
+
+def test_without_onnx_pytorch_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    aphq.save(small_run().model, tmp_path)
+    monkeypatch.setattr("aphq.bench.installed", lambda library: library != "onnx")
+    assert [row.runtime for row in bench(tmp_path, seconds=0.01, memory=False)] == ["pytorch"]
+
+
 def test_wrong_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="at least 1"):
         bench(tmp_path, threads=0)

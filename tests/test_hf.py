@@ -139,6 +139,16 @@ def test_a_forged_scale_is_found_out(tmp_path: Path) -> None:
         transformers.ViTForImageClassification.from_pretrained(tmp_path)
 
 
+def test_a_forged_name_of_an_mlp_is_found_out(tmp_path: Path) -> None:
+    import aphq.hf
+
+    aphq.hf.save_pretrained(calibrated(family("transformers vit")), tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    change(tmp_path, quantization_config={**said, "relu": ["vit.nowhere.mlp"]})
+    with pytest.raises(ArtifactError, match=r"an MLP 'vit\.nowhere\.mlp' that the model has not"):
+        transformers.ViTForImageClassification.from_pretrained(tmp_path)
+
+
 def test_other_models_have_their_own_format(tiny_vit: nn.Module, tmp_path: Path) -> None:
     import aphq.hf
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -85,10 +86,9 @@ def bench(
     if threads < 1 or batch < 1 or seconds <= 0:
         raise ExportError("threads and batch must be at least 1, and seconds more than 0")
     chosen = _choose(runtimes)
-    torch.set_num_threads(threads)
     model = load(run)
     images = torch.randn(batch, *classifier_input(model).shape, generator=torch.Generator().manual_seed(0))
-    with tempfile.TemporaryDirectory() as folder:
+    with _torch_threads(threads), tempfile.TemporaryDirectory() as folder:
         contenders = list(_contenders(Path(run), model, chosen, images, with_float, Path(folder)))
         runs = {contender: open_contender(contender, images, threads) for contender in contenders}
         times = race(list(runs.values()), seconds)
@@ -97,9 +97,20 @@ def bench(
     return _rows(contenders, times, used, threads, batch)
 
 
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _choose(runtimes: Sequence[str] | None) -> list[str]:
-    if runtimes is None:
-        return [name for name in RUNTIMES if name == "pytorch" or installed(name)]
+    if runtimes is None:  # a runtime is there, but nothing to run in it, without the library that writes the files
+        files = installed("onnx")
+        return [name for name in RUNTIMES if name == "pytorch" or (files and installed(name))]
     for name in runtimes:
         if name not in RUNTIMES:
             raise ExportError(f"there is no runtime {name!r}: {nearest(name, RUNTIMES)}")

@@ -19,11 +19,11 @@ from torch import nn
 
 from aphq import extras
 from aphq.artifact.info import QuantizationInfo, attach, info_of
-from aphq.artifact.loading import check_affine, info_from, read_weight
+from aphq.artifact.loading import check_affine, info_from, read_weight, swap_activations
 from aphq.artifact.saving import describe, to_tensors
 from aphq.errors import ArtifactError
-from aphq.models.architecture import architecture_named, mlps_of
-from aphq.models.student import equip, finalise, swap_activation
+from aphq.models.architecture import architecture_named
+from aphq.models.student import equip, finalise
 from aphq.quant.layers import QuantizedLayer
 from aphq.quant.packing import packed_size
 from aphq.quant.quantizer import Quantizer
@@ -72,9 +72,7 @@ class AphqQuantizer(HfQuantizer):
         architecture.open_attention(model)
         units = architecture.units(model)
         equip(model, units, info.recipe)
-        mlps = mlps_of(units)
-        for name in info.relu:
-            swap_activation(model, mlps[name])
+        swap_activations(model, units, info.relu)
         for name, layer in layers_of(model).items():
             if layer.bias is None and name in (config["biases"] or ()):
                 layer.bias = nn.Parameter(torch.empty(layer.weight.shape[layer.out_dim], device="meta"), False)

@@ -16,6 +16,7 @@ from aphq.quant.layers import quantized_sites
 from aphq.recipe import LayerNormReparameterisation, Recipe, ScaleSearch
 
 from ..conftest import Build
+from ..models.variants import family
 from ..runs import pixels
 
 
@@ -26,6 +27,13 @@ def found(vit: Build) -> Analysis:
 
 def bench(model: nn.Module) -> Bench:
     return Bench(model, pixels(24), 8, None, torch.device("cpu"), 3407, Progress())
+
+
+def test_classifiers_of_transformers_are_ranked_too() -> None:
+    pytest.importorskip("transformers")
+    found = analyze(family("transformers vit"), pixels(8), target_bits=4, effort="fast", images=4, device="cpu")
+    assert "vit.layers.1.mlp.fc2" in {site.name for site in found.sites}
+    assert found.proposal is not None
 
 
 def test_every_site_is_ranked(found: Analysis, tiny_vit: nn.Module) -> None:

@@ -3,6 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from aphq.analysis import Analysis
+from aphq.analysis.findings import Distances, Proposal
+from aphq.cli.analysis import write_proposal
+from aphq.presets import preset
+
 from .test_app import NAME, SHAPE, files, refused, run
 
 __all__ = ["files"]
@@ -37,3 +42,13 @@ def test_a_recipe_is_proposed_and_written(files: Path, tmp_path: Path) -> None:
 )
 def test_nonsense_is_refused(files: Path, extra: str, says: str) -> None:
     assert says in refused(run(*command(files, extra)))
+
+
+@pytest.mark.parametrize("model", ["somebody/vit", "/models/vit", "./vit/", "vit"])
+def test_a_proposal_goes_into_the_working_directory(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = Analysis("w4a4", 1, Distances(0, 100), [], Proposal(preset("w4a4", "fast"), 4, 4))
+    assert write_proposal(found, None, model) == Path("vit-w4a4-fast.yaml")
+    assert [file.name for file in tmp_path.iterdir()] == ["vit-w4a4-fast.yaml"]

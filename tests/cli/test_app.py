@@ -239,6 +239,51 @@ def test_wrong_options_are_refused_by_name(files: Path, tmp_path: Path, extra: l
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(("eval", "run", option) for option in ("--batch=0", "--limit=-5", "--limit=0")),
+        *(("bench", "run", option) for option in ("--threads=0", "--batch=0")),
+        ("export", "run", "--images=0"),
+        *(("analyze", NAME, "--data=x", option) for option in ("--images=0", "--num-classes=-1")),
+        *(("quantize", NAME, "--data=x", "--out=y", o) for o in ("--images=0", "--val-limit=0", "--short-side=0")),
+    ],
+)
+def test_counts_are_at_least_one(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert arguments[-1].partition("=")[0] in result.stderr
+
+
+def test_the_short_form_of_out_is_there_wherever_it_is() -> None:
+    from typer.main import get_command
+
+    commands: Any = get_command(app)
+    outs = [p for c in commands.commands.values() for p in c.params if "--out" in p.opts]
+    assert len(outs) >= 6
+    assert all("-o" in parameter.opts for parameter in outs)
+
+
+def test_a_rank_without_company_does_not_silence_the_command(
+    finished: tuple[Path, dict[str, Any]], files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert run(*command(files, finished[0])).stdout
+
+
+def test_options_of_eval_that_do_not_apply_are_refused(
+    files: Path, finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    kept = tmp_path / "found.json"
+    line = refused(run("eval", finished[0], "--val", files / "val", "--detections", kept))
+    assert "--detections is for detectors" in line
+    assert not kept.exists()
+    line = refused(run("eval", tmp_path / "model.pt2", "--val", files / "val"))
+    assert "torch.export.load" in line
+    assert ".onnx and .xml" in line
+    assert "eval takes run folders" in refused(run("eval", files / "weights.safetensors", "--val", files / "val"))
+
+
 def test_an_unknown_model_and_an_unknown_recipe_key(files: Path, tmp_path: Path) -> None:
     line = refused(run("quantize", "vit_tini_patch16_224", "--data", files / "calib", "--out", tmp_path / "run"))
     assert "did you mean" in line

@@ -54,6 +54,7 @@ def test_exports_as_text_and_to_elsewhere(exported: Path, tmp_path: Path) -> Non
         (("--to", "tflite"), "cannot export to 'tflite'"),
         (("--for", "cuda"), "cannot tune for 'cuda'"),
         (("--batch", "many"), "a number of images or `any`"),
+        (("--batch", "0"), "a number of images or `any`"),
         (("--data", "nowhere"), "no such file or folder"),
     ],
 )
@@ -64,6 +65,9 @@ def test_wrong_words_are_explained(exported: Path, arguments: tuple[str, ...], w
 def test_wrong_runtimes_are_explained(exported: Path, files: Path) -> None:
     assert "no runtime 'int8' for exported" in refused(
         run("eval", exported, "--val", files / "val", "--runtime", "int8")
+    )
+    assert "runs on the CPU: --device cuda" in refused(
+        run("eval", exported, "--val", files / "val", "--device", "cuda")
     )
     assert "no runtime 'cuda'" in refused(run("bench", exported.parent, "--runtime", "cuda"))
 

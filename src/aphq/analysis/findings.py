@@ -24,7 +24,7 @@ from aphq.engine.progress import Progress
 from aphq.engine.store import Store
 from aphq.engine.workspace import Workspace
 from aphq.errors import DataError, ModelError, RecipeError
-from aphq.models.architecture import architecture_of, check_units
+from aphq.models.architecture import architecture_of, check_units, predict
 from aphq.models.loading import load_model
 from aphq.models.student import make_student, opened_copy
 from aphq.opening import resolve_device
@@ -133,7 +133,7 @@ class Bench:
         self.seen: CalibrationSet = known.first(len(known) - kept)
         with torch.no_grad():
             self.images = known.batch(slice(len(known) - kept, None), device)
-            self.logits = self.teacher(self.images)
+            self.logits = predict(self.teacher, self.images)
 
     def searched(self, recipe: Recipe, count: int | None = None) -> HeldOut:
         """A student of the recipe's bits with scales, and the first `count` held-out images before it."""

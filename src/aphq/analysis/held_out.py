@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aphq.engine.workspace import Workspace
 from aphq.models.architecture import Unit, run_units
+from aphq.models.coverage import operands
 from aphq.quant.layers import QuantizedLayer, QuantizedProduct, quantized_sites
 from aphq.quant.quantizer import Quantizer
 
@@ -59,12 +60,11 @@ class HeldOut:
 
 def sides(site: QuantizedLayer | QuantizedProduct) -> dict[str, list[Quantizer]]:
     """The quantizers of a site by what a recipe can set: its weights and its activations."""
-    if isinstance(site, QuantizedLayer):
-        found = {"weights": [site.weight_quantizer], "activations": [site.input_quantizer]}
-    else:
-        found = {"activations": [site.left, site.right]}
-    present = {side: [q for q in quantizers if q is not None] for side, quantizers in found.items()}
-    return {side: quantizers for side, quantizers in present.items() if quantizers}
+    found: dict[str, list[Quantizer]] = {}
+    for name, quantizer in operands(site).items():
+        if quantizer is not None:
+            found.setdefault("weights" if name == "weight" else "activations", []).append(quantizer)
+    return found
 
 
 @contextmanager

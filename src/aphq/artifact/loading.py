@@ -6,6 +6,7 @@ out without memory first, so a forged description cannot ask for more than its t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from aphq.artifact.saving import CONFIG, FORMAT, TENSORS, VERSION, file_sha256
 from aphq.engine.files import UnreadableError, read_json
 from aphq.engine.workspace import add_missing_biases
 from aphq.errors import AphqError, ArtifactError
-from aphq.models.architecture import architecture_named, mlps_of
+from aphq.models.architecture import Unit, architecture_named, mlps_of
 from aphq.models.student import finalise, make_student, swap_activation
 from aphq.quant.affine import dequantize, top_code
 from aphq.quant.layers import QuantizedLayer
@@ -139,12 +140,18 @@ def _skeleton(info: QuantizationInfo) -> nn.Module:
         model = architecture.build(info.arguments)
     architecture.open_attention(model)
     units = architecture.units(model)
-    student, mlps = make_student(model, architecture, units, info.recipe), mlps_of(units)
-    for name in info.relu:
-        if name not in mlps:
-            raise ArtifactError(f"{CONFIG} names an MLP {name!r} that the model has not: the file is damaged")
-        swap_activation(student, mlps[name])
+    student = make_student(model, architecture, units, info.recipe)
+    swap_activations(student, units, info.relu)
     return student
+
+
+def swap_activations(model: nn.Module, units: Sequence[Unit], names: Sequence[str]) -> None:
+    """ReLU in the MLPs that a file names."""
+    mlps = mlps_of(units)
+    for name in names:
+        if name not in mlps:
+            raise ArtifactError(f"{CONFIG} names an MLP {shown(name)} that the model has not: the file is damaged")
+        swap_activation(model, mlps[name])
 
 
 def _fill(model: nn.Module, tensors: dict[str, Tensor], config: dict[str, Any], check: bool) -> None:

@@ -47,6 +47,6 @@ def write_proposal(found: Analysis, out: Path | None, model: str) -> Path | None
     """The recipe as YAML, by default into the working directory under the model's name; None if there is none."""
     if found.proposal is None:
         return None
-    target = out or Path(f"{model}-{found.proposal.recipe.name}.yaml")
+    target = out or Path(f"{Path(model).resolve().name}-{found.proposal.recipe.name}.yaml")  # of a folder, its own name
     write_text(target, found.proposal.recipe.to_yaml())
     return target

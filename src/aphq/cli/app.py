@@ -9,12 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
+from aphq.cli import hints
 from aphq.cli.guard import guarded
 from aphq.cli.options import model_arguments, parse_changes
 
 app = typer.Typer(
     name="aphq",
-    help="Quantize trained Vision Transformers to 3-8 bit integers with about 1024 unlabelled images.",
+    help="Quantize trained Vision Transformers to 2-8 bit integers with about 1024 unlabelled images.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -23,7 +24,7 @@ recipe_app = typer.Typer(help="Show recipes and check your own.", no_args_is_hel
 app.add_typer(recipe_app, name="recipe")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output instead of text.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps")]
+Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, cuda:1; mps is untested.")]
 Effort = Annotated[
     str | None,
     typer.Option(help="fast (search only), balanced (the default), paper (20 000 steps per unit), or best."),
@@ -36,6 +37,10 @@ Without = Annotated[
     list[str] | None,
     typer.Option(metavar="STAGE", help="Leave a stage out, e.g. mlp_reconstruction."),
 ]
+CLASSIFIER = (
+    "A timm or torchvision name, e.g. deit_small_patch16_224; a folder that transformers' save_pretrained wrote, or "
+    "its name on the hub"
+)
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Tracebacks and debug messages.")]
 
 
@@ -49,27 +54,24 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 @app.command()
-@guarded
+@guarded(hints.QUANTIZE)
 def quantize(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A timm or torchvision name, e.g. deit_small_patch16_224; a folder that transformers' save_pretrained "
-            "wrote, or its name on the hub; a detector, e.g. mask_rcnn_swin_t."
-        ),
-    ],
+    model: Annotated[str, typer.Argument(help=f"{CLASSIFIER}; a detector, e.g. mask_rcnn_swin_t.")],
     data: Annotated[Path, typer.Option(help="Calibration images: a folder, a zip, or a text file with paths.")],
-    out: Annotated[Path, typer.Option(help="The run folder; start again with the same options to continue a run.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The run folder; start again with the same options to continue a run.")
+    ],
     bits: Annotated[str, typer.Option(help="w8a8, w6a6, w4a8, w4a4, w3a3, any wXaY, or a recipe file.")] = "w4a4",
     effort: Effort = None,
     val: Annotated[Path | None, typer.Option(help="Labelled images (a folder per class) to measure on.")] = None,
     coco: Annotated[Path | None, typer.Option(help="For a detector: COCO annotations to measure on ...")] = None,
     coco_images: Annotated[Path | None, typer.Option(help="... and the folder of their images.")] = None,
     short_side: Annotated[
-        int | None, typer.Option(help="For a detector: bring the short side of images to this many pixels (800).")
+        int | None,
+        typer.Option(min=1, help="For a detector: bring the short side of images to this many pixels (800)."),
     ] = None,
     weights: Annotated[Path | None, typer.Option(help="A local .safetensors or .pth file.")] = None,
-    num_classes: Annotated[int | None, typer.Option(help="If it differs from the model's default.")] = None,
+    num_classes: Annotated[int | None, typer.Option(min=0, help="If it differs from the model's default.")] = None,
     model_arg: Annotated[
         list[str] | None,
         typer.Option(
@@ -77,21 +79,24 @@ def quantize(
             help="A further argument of timm.create_model, e.g. img_size=384, or field of a DetectorConfig.",
         ),
     ] = None,
-    images: Annotated[int | None, typer.Option(help="How many calibration images (1024).")] = None,
+    images: Annotated[int | None, typer.Option(min=1, help="How many calibration images (1024).")] = None,
     seed: Annotated[int | None, typer.Option(help="The seed of every random draw (3407).")] = None,
     set_: Set = None,
     without: Without = None,
     device: Device = "auto",
     gpu_memory: Annotated[float | None, typer.Option(help="GiB of cached activations on the GPU.")] = None,
     host_memory: Annotated[float | None, typer.Option(help="GiB of host memory for the run; the rest on disk.")] = None,
-    val_limit: Annotated[int | None, typer.Option(help="Measure on this many images, spread over classes.")] = None,
+    val_limit: Annotated[
+        int | None, typer.Option(min=1, help="Measure on this many images, spread over classes.")
+    ] = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Quantize a model and write the run folder."""
     from aphq.cli.console import open_progress
-    from aphq.cli.options import is_first_process, labels_from, recipe_from, scene_rules
+    from aphq.cli.options import labels_from, recipe_from, scene_rules
     from aphq.cli.source import remember_source
+    from aphq.engine.launch import is_first_process
 
     recipe = recipe_from(bits, effort, seed, images, parse_changes(set_), without)
     from aphq.api import quantize as run_quantize
@@ -119,7 +124,7 @@ def quantize(
 
 
 @app.command(name="eval")
-@guarded
+@guarded(hints.EVAL)
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run folder, or an exported .onnx or .xml file.")],
     val: Annotated[Path | None, typer.Option(help="Labelled images, a folder per class.")] = None,
@@ -132,9 +137,11 @@ def evaluate(
         str | None,
         typer.Option(help="onnxruntime or openvino for an exported file; simulated or int8 for a run folder."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="This many images, spread over the classes.")] = None,
-    batch: Annotated[int, typer.Option(help="Images per forward pass.")] = 50,
-    device: Device = "auto",
+    limit: Annotated[int | None, typer.Option(min=1, help="This many images, spread over the classes.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Images per forward pass; detectors take one at a time.")] = 50,
+    device: Annotated[
+        str, typer.Option(help="For a run folder: auto, cpu, cuda, cuda:1; exported files run on the CPU.")
+    ] = "auto",
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -144,6 +151,7 @@ def evaluate(
     from aphq.api import evaluate as run_evaluate
     from aphq.cli.console import open_progress
     from aphq.cli.detections import write_detections
+    from aphq.cli.evaluation import check_options, check_source
     from aphq.cli.options import labels_from
     from aphq.errors import DataError
     from aphq.opening import open_model, task_for
@@ -151,8 +159,11 @@ def evaluate(
     wanted = labels_from(val, coco, images)
     if wanted is None:
         raise DataError("nothing to measure on: give --val FOLDER, or --coco FILE and --images FOLDER for a detector")
+    check_source(run)
     model = open_model(run, runtime)
-    labelled = task_for(model).labelled(wanted, model)
+    task = task_for(model)
+    check_options(run, model, task, device=device, detections=detections)
+    labelled = task.labelled(wanted, model)
     with open_progress() as progress, write_detections(detections) as options:
         progress.start("evaluation", min(len(labelled), limit or len(labelled)))
         options = {**options, "device": device, "batch": batch, "limit": limit}
@@ -163,7 +174,7 @@ def evaluate(
 
 
 @app.command()
-@guarded
+@guarded(hints.PREDICT)
 def predict(
     run: Annotated[Path, typer.Argument(help="The run folder of a detector.")],
     image: Annotated[Path, typer.Argument(help="An image file.")],
@@ -186,21 +197,21 @@ def predict(
 
 
 @app.command()
-@guarded
+@guarded(hints.EXPORT)
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     to: Annotated[
         str, typer.Option(help="onnx, openvino (its own format) or torch (a torch.export program).")
     ] = "onnx",
     out: Annotated[
-        Path | None, typer.Option(help="The file; model.onnx and so on in the run folder if left out.")
+        Path | None, typer.Option("--out", "-o", help="The file; model.onnx and so on in the run folder if left out.")
     ] = None,
     tuned_for: Annotated[
         str, typer.Option("--for", help="any, or onnxruntime or openvino: the runtime to shape an ONNX graph for.")
     ] = "any",
     batch: Annotated[str, typer.Option(help="Images per run of the file, or any.")] = "1",
     data: Annotated[Path | None, typer.Option(help="Images to compare on, instead of those the run kept.")] = None,
-    images: Annotated[int, typer.Option(help="How many of them.")] = 32,
+    images: Annotated[int, typer.Option(min=1, help="How many of them.")] = 32,
     force: Annotated[bool, typer.Option("--force", help="Write it even if it does not match.")] = False,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -215,15 +226,15 @@ def export(
 
 
 @app.command()
-@guarded
+@guarded(hints.BENCH)
 def bench(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     runtime: Annotated[
         list[str] | None,
         typer.Option(help="onnxruntime, openvino, pytorch; repeat for more. All there are if left out."),
     ] = None,
-    threads: Annotated[int, typer.Option(help="Threads of every runtime.")] = 1,
-    batch: Annotated[int, typer.Option(help="Images per run.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of every runtime.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Images per run.")] = 1,
     float_: Annotated[bool, typer.Option("--float", help="Measure the float model beside it, and the ratio.")] = False,
     seconds: Annotated[float, typer.Option(help="How long to measure, all together.")] = 20.0,
     memory: Annotated[bool, typer.Option(help="Measure memory too, each model in a process of its own.")] = True,
@@ -241,7 +252,7 @@ def bench(
 
 
 @app.command()
-@guarded
+@guarded()
 def inspect(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     as_json: Json = False,
@@ -255,9 +266,9 @@ def inspect(
 
 
 @app.command()
-@guarded
+@guarded(hints.ANALYZE)
 def analyze(
-    model: Annotated[str, typer.Argument(help="A timm model name, e.g. deit_tiny_patch16_224.")],
+    model: Annotated[str, typer.Argument(help=f"A classifier: {CLASSIFIER[0].lower()}{CLASSIFIER[1:]}.")],
     data: Annotated[Path, typer.Option(help="Images: a folder, a zip, or a text file with paths.")],
     bits: Annotated[
         str | None, typer.Option(help="Measure at wXaY; by default w4a4, or the nearest to --target-bits.")
@@ -270,12 +281,12 @@ def analyze(
         Path | None, typer.Option("--out", "-o", help="Where to write the proposed recipe (YAML, for quantize --bits).")
     ] = None,
     weights: Annotated[Path | None, typer.Option(help="A local .safetensors or .pth file.")] = None,
-    num_classes: Annotated[int | None, typer.Option(help="If it differs from the model's default.")] = None,
+    num_classes: Annotated[int | None, typer.Option(min=0, help="If it differs from the model's default.")] = None,
     model_arg: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="A further argument of timm.create_model, e.g. img_size=384."),
     ] = None,
-    images: Annotated[int | None, typer.Option(help="Held-out images to measure on (16).")] = None,
+    images: Annotated[int | None, typer.Option(min=1, help="Held-out images to measure on (16).")] = None,
     seed: Annotated[int, typer.Option(help="The seed of every random draw.")] = 3407,
     device: Device = "auto",
     as_json: Json = False,
@@ -307,7 +318,7 @@ def analyze(
 
 
 @app.command()
-@guarded
+@guarded()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="A run folder, or several to compare.")],
     out: Annotated[
@@ -325,9 +336,9 @@ def report(
 
 
 @app.command()
-@guarded
+@guarded(hints.DEMO)
 def demo(
-    out: Annotated[Path | None, typer.Option(help="Keep the run folder here.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Keep the run folder here.")] = None,
     bits: Annotated[str, typer.Option(help="w3a3, w4a4, ...")] = "w3a3",
     device: Device = "auto",
     as_json: Json = False,
@@ -343,7 +354,7 @@ def demo(
 
 
 @recipe_app.command("show")
-@guarded
+@guarded()
 def recipe_show(
     bits: Annotated[str, typer.Argument(help="w8a8, w6a6, w4a8, w4a4, w3a3, any wXaY, or a recipe file.")],
     effort: Effort = None,
@@ -360,7 +371,7 @@ def recipe_show(
 
 
 @recipe_app.command("list")
-@guarded
+@guarded()
 def recipe_list(as_json: Json = False, verbose: Verbose = False) -> None:
     """Name the presets and efforts."""
     from typing import get_args

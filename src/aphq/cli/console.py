@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aphq.cli.options import is_first_process
+from aphq.engine.launch import is_first_process
 from aphq.engine.progress import PlainProgress, Progress, RichProgress
 
 

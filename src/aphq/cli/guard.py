@@ -10,49 +10,60 @@ from typing import Any, TypeVar
 
 import typer
 
-from aphq.cli.options import is_first_process
+from aphq.cli.hints import NONE, Hints
+from aphq.engine.launch import is_first_process
 
 F = TypeVar("F", bound=Callable[..., None])
 USER_ERROR, INTERRUPTED = 1, 130
+HOST_MEMORY = "DefaultCPUAllocator"  # in the RuntimeError of torch when the host has no more
 
 
-def guarded(command: F) -> F:
+def guarded(hints: Hints = NONE) -> Callable[[F], F]:
     """Decorator: run a command, turning errors into a message on standard error and a non-zero exit."""
 
-    @functools.wraps(command)
-    def wrapper(*args: Any, **kwargs: Any) -> None:
-        from aphq.engine.files import is_disk_problem
-        from aphq.errors import AphqError
+    def decorate(command: F) -> F:
+        @functools.wraps(command)
+        def wrapper(*args: Any, **kwargs: Any) -> None:
+            from aphq.errors import AphqError
 
-        verbose = bool(kwargs.get("verbose"))
-        _set_up_logging(verbose)
-        try:
-            command(*args, **kwargs)
-        except AphqError as problem:
-            if verbose:
-                logging.getLogger("aphq").exception("traceback")
-            _fail(str(problem), USER_ERROR)
-        except KeyboardInterrupt:
-            _fail(_how_to_go_on(kwargs), INTERRUPTED)
-        except OSError as problem:
-            if verbose or not is_disk_problem(problem):
-                raise
-            _fail(str(problem), USER_ERROR)
-        except MemoryError:
-            _fail("out of memory: use fewer calibration images (--images) or a smaller --host-memory", USER_ERROR)
-        except RuntimeError as problem:
-            if verbose or "out of memory" not in str(problem):
-                raise
-            _fail("the GPU is out of memory: set --gpu-memory lower, or --set calibration.batch=8", USER_ERROR)
+            verbose = bool(kwargs.get("verbose"))
+            _set_up_logging(verbose)
+            try:
+                command(*args, **kwargs)
+            except AphqError as problem:
+                if verbose:
+                    logging.getLogger("aphq").exception("traceback")
+                _fail(str(problem), USER_ERROR)
+            except KeyboardInterrupt:
+                _fail(_interruption(hints, kwargs.get("out")), INTERRUPTED)
+            except (OSError, MemoryError, RuntimeError) as problem:
+                message = _trouble_of_the_machine(problem, hints)
+                if verbose or message is None:
+                    raise
+                _fail(message, USER_ERROR)
 
-    return wrapper  # type: ignore[return-value]
+        return wrapper  # type: ignore[return-value]
+
+    return decorate
 
 
-def _how_to_go_on(options: dict[str, Any]) -> str:
-    out = options.get("out")
-    if out is None:
-        return "interrupted"
-    return f"interrupted; finished units are kept in {out}: repeat the same command to go on"
+def _interruption(hints: Hints, out: object) -> str:
+    return _with("interrupted", "; ", hints.go_on.format(out=out) if out is not None else "")
+
+
+def _trouble_of_the_machine(problem: Exception, hints: Hints) -> str | None:
+    """A disk or a memory that is full; None for anything else, which is a bug."""
+    from aphq.engine.files import is_disk_problem
+
+    if isinstance(problem, MemoryError) or HOST_MEMORY in str(problem):
+        return _with("out of memory", ": ", hints.host_memory)
+    if isinstance(problem, OSError):
+        return str(problem) if is_disk_problem(problem) else None
+    return _with("the GPU is out of memory", ": ", hints.gpu_memory) if "out of memory" in str(problem) else None
+
+
+def _with(words: str, separator: str, hint: str) -> str:
+    return f"{words}{separator}{hint}" if hint else words
 
 
 def _fail(message: str, code: int) -> None:

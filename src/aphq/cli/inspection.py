@@ -8,22 +8,18 @@ from typing import Any
 
 from aphq.artifact import load
 from aphq.artifact.loading import read_config
-from aphq.models.coverage import coverage
-from aphq.quant.layers import QuantizedLayer, quantized_sites
+from aphq.models.coverage import coverage, operands
+from aphq.quant.layers import quantized_sites
 from aphq.quant.quantizer import Quantizer
 
 
 def inspection(run: Path) -> dict[str, Any]:
     """Everything as plain values."""
     config, model = read_config(run), load(run)
-    ranges = {}
-    for name, site in quantized_sites(model):
-        operands: dict[str, Quantizer | None] = (
-            {"weight": site.weight_quantizer, "input": site.input_quantizer}
-            if isinstance(site, QuantizedLayer)
-            else {"left": site.left, "right": site.right}
-        )
-        ranges[name] = {operand: _range(q) for operand, q in operands.items() if q is not None}
+    ranges = {
+        name: {operand: _range(q) for operand, q in operands(site).items() if q is not None}
+        for name, site in quantized_sites(model)
+    }
     return {
         "recipe": config["recipe"]["name"],
         "architecture": config["architecture"],

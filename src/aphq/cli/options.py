@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,11 +84,6 @@ def batch_size(text: str) -> int | None:
     """`any` -> None; a number -> that many images."""
     if text == "any":
         return None
-    if not text.isdecimal():
+    if not text.isdecimal() or int(text) < 1:
         raise RecipeError(f"expected a number of images or `any`, got {text!r}")
     return int(text)
-
-
-def is_first_process() -> bool:
-    """Of those that `torchrun` started; the others keep quiet."""
-    return os.environ.get("RANK", "0") == "0"

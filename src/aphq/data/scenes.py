@@ -83,9 +83,9 @@ class ScenePreprocessing:
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """uint8 [3, height, width] -> float32 [1, 3, height', width'], normalised, then zeros right and below."""
-        mean = torch.tensor(self.mean, device=pixels.device, dtype=torch.float64).view(-1, 1, 1) * 255
-        factor = 1 / (torch.tensor(self.std, device=pixels.device, dtype=torch.float64).view(-1, 1, 1) * 255)
-        image = (pixels.float() - mean.float()) * factor.float()
+        mean = torch.tensor(self.mean, dtype=torch.float64).view(-1, 1, 1) * 255  # on the CPU: mps has no float64
+        factor = 1 / (torch.tensor(self.std, dtype=torch.float64).view(-1, 1, 1) * 255)
+        image = (pixels.float() - mean.float().to(pixels.device)) * factor.float().to(pixels.device)
         height, width = pixels.shape[1:]
         return F.pad(image, (0, -width % self.divisor, 0, -height % self.divisor))[None]
 

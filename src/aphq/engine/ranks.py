@@ -8,7 +8,6 @@ activations. Sums are the same for all, so the students stay equal; the first pr
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from aphq.engine.launch import is_shared
 from aphq.errors import RecipeError, RunError
 
 CPU = torch.device("cpu")
@@ -35,8 +35,7 @@ class Ranks:
     @classmethod
     def join(cls, device: torch.device) -> Ranks:
         """Meet the other processes, if `torchrun` started any."""
-        started = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
-        if not started or int(os.environ["WORLD_SIZE"]) == 1 or not dist.is_available():
+        if not is_shared() or not dist.is_available():
             return cls(device=device)
         founds = not dist.is_initialized()
         if founds:

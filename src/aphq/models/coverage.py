@@ -69,6 +69,13 @@ def _rows(model: nn.Module) -> Iterator[Coverage]:
             yield Coverage(name, type(module).__name__, None, "", None, "", parameters, note)
 
 
+def operands(site: QuantizedLayer | QuantizedProduct) -> dict[str, Quantizer | None]:
+    """The quantizers of what a site multiplies, by name: the weight first, then what comes in, in order."""
+    if isinstance(site, QuantizedLayer):
+        return {"weight": site.weight_quantizer, "input": site.input_quantizer}
+    return {"left": site.left, "right": site.right}
+
+
 def _granularity(quantizer: Quantizer | None, finer: str) -> str:
     if quantizer is None:
         return ""

@@ -25,6 +25,7 @@ from aphq.engine.seeds import generator_for
 from aphq.engine.workspace import Workspace
 from aphq.models.architecture import Mlp, Unit, Value, made, mlps_of, predict
 from aphq.models.attention import open_attentions
+from aphq.models.coverage import operands
 from aphq.quant.layers import QuantizedLayer, QuantizedProduct, quantized_sites
 from aphq.quant.quantizer import Quantizer
 from aphq.report.environment import command_line, environment
@@ -86,8 +87,9 @@ class Distance:
     noise: float = 0.0
 
     def add(self, expected: Tensor, got: Tensor) -> None:
-        self.signal += float(expected.double().square().sum())
-        self.noise += float((got.double() - expected.double()).square().sum())
+        exact, other = (x.cpu().double() if x.device.type == "mps" else x.double() for x in (expected, got))
+        self.signal += float(exact.square().sum())  # mps has no float64
+        self.noise += float((other - exact).square().sum())
 
     @property
     def decibels(self) -> float | None:
@@ -128,7 +130,7 @@ class Looked:
         self.units = {unit.name: Distance() for unit in work.units}
         rescaled = {mlp.fc1 for mlp in mlps_of(work.units).values()} | _turned(work.student)
         self.outputs = {n: Distance() for n in self.names if n not in rescaled}
-        self.rounding = {name: {side: Distance() for side in sides(site)} for name, site in self.sites.items()}
+        self.rounding = {name: {side: Distance() for side in incoming(site)} for name, site in self.sites.items()}
         self.before = {name: Spread() for name in self.names}
         self.after = {name: Spread() for name in self.names}
         self._said: dict[str, list[Tensor]] = {name: [] for name in self.outputs}
@@ -173,7 +175,7 @@ class Looked:
     def _student_input(self, name: str, inputs: tuple[Tensor, ...]) -> None:
         if name in self.after:
             self.after[name].add(inputs[0])
-        for (side, quantizer), x in zip(sides(self.sites[name]).items(), inputs, strict=False):
+        for (side, quantizer), x in zip(incoming(self.sites[name]).items(), inputs, strict=False):
             if quantizer is not None:
                 self.rounding[name][side].add(x, quantizer(x))
 
@@ -213,11 +215,9 @@ def _turned(model: nn.Module) -> set[str]:
     return found
 
 
-def sides(site: QuantizedLayer | QuantizedProduct) -> dict[str, Quantizer | None]:
+def incoming(site: QuantizedLayer | QuantizedProduct) -> dict[str, Quantizer | None]:
     """The quantizers of what comes in, in order."""
-    if isinstance(site, QuantizedLayer):
-        return {"input": site.input_quantizer}
-    return {"left": site.left, "right": site.right}
+    return {name: quantizer for name, quantizer in operands(site).items() if name != "weight"}
 
 
 def _inside(name: str, unit: Unit) -> bool:

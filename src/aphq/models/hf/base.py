@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
@@ -12,10 +11,10 @@ from aphq.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from aphq.errors import ModelError
 from aphq.models.architecture import Architecture, TaskName, replace_module
 from aphq.models.hf.attention import SplitAttention, is_split
+from aphq.models.hf.processor import Family, preprocessing_from
+from aphq.models.hf.processor_files import processor_settings
 
-RESAMPLING = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by PIL's numbers
 HALF = (0.5, 0.5, 0.5)
-PROCESSOR = "preprocessor_config.json"
 NOT_THE_MODEL = {"architectures", "auto_map", "dtype", "torch_dtype", "quantization_config", "transformers_version"}
 
 
@@ -23,8 +22,12 @@ class HfArchitecture(Architecture):
     """Subclasses say what a family is made of."""
 
     body: ClassVar[str]  # where a model with a head keeps the bare one
-    mean: ClassVar[tuple[float, ...]] = IMAGENET_MEAN  # what the family's image processor does unless a file says so
+    # What counts unless a file says so: the processor of the family, and what its published weights were trained with,
+    # which for DeiT, Swin and DINOv2 is not what the class of the processor would take.
+    processor: ClassVar[str] = "ViT"
+    mean: ClassVar[tuple[float, ...]] = IMAGENET_MEAN
     std: ClassVar[tuple[float, ...]] = IMAGENET_STD
+    any_size: ClassVar[bool] = False  # whether positions are interpolated without being asked
 
     def root(self, model: Any) -> tuple[str, Any]:
         """The bare model, and the prefix of its modules' names."""
@@ -52,20 +55,16 @@ class HfArchitecture(Architecture):
         """From the image processor beside the model's files, or as the family's processor does by default."""
         config = self.config(model)
         size = config.image_size
-        size = (size, size) if isinstance(size, int) else tuple(size)
-        said = _processor(getattr(model.config, "_name_or_path", "") or "")
-        shortest = (said.get("size") or {}).get("shortest_edge")
-        cropped = bool(said.get("do_center_crop")) and isinstance(shortest, int)
-        number = said.get("resample", 3)
-        return Preprocessing(
-            size=size,
+        said, where = processor_settings(getattr(model.config, "_name_or_path", "") or "")
+        known = Family(
+            processor=self.processor,
+            mean=self.mean,
+            std=self.std,
+            size=(size, size) if isinstance(size, int) else tuple(size),
             channels=config.num_channels,
-            mean=tuple(said.get("image_mean") or self.mean),
-            std=tuple(said.get("image_std") or self.std),
-            interpolation=RESAMPLING[number] if number in range(len(RESAMPLING)) else "bicubic",
-            crop_pct=size[0] / shortest if cropped else 1.0,
-            crop_mode="center" if cropped else "squash",
+            any_size=self.any_size,
         )
+        return preprocessing_from(said, known, where)
 
     def open_attention(self, model: Any) -> None:
         for name, module in list(model.named_modules()):
@@ -124,16 +123,6 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 
     plain: dict[str, Any] = json.loads(json.dumps(kept(config)))
     return plain
-
-
-def _processor(path: str) -> dict[str, Any]:
-    """The image processor's settings in the folder that a model came from; empty if there are none."""
-    file = Path(path) / PROCESSOR
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")) if path and file.is_file() else {}
-    except (OSError, ValueError) as problem:
-        raise ModelError(f"{file} is damaged: {problem}") from None
-    return found if isinstance(found, dict) else {}
 
 
 def require_parts(module: Any, name: str, *parts: str) -> None:

@@ -38,6 +38,7 @@ class HfBeit(HfPlain):
     classes = (BeitForImageClassification, BeitModel)
     body = "beit"
     layout = Layout("layers", scales=("lambda_1", "lambda_2"))
+    processor = "Beit"
     mean = std = HALF
 
     def check(self, model: Any) -> None:

@@ -20,6 +20,7 @@ class HfClip(HfPlain):
     classes = (CLIPVisionModel, CLIPVisionModelWithProjection, CLIPForImageClassification)
     body = "vision_model"
     layout = Layout("encoder.layers", ("layer_norm1", "layer_norm2"), "self_attn")
+    processor = "CLIP"
     mean, std = OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
     def heads(self, model: Any) -> tuple[str, ...]:

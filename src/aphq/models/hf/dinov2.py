@@ -25,6 +25,8 @@ class HfDinov2(HfPlain):
     classes = (Dinov2ForImageClassification, Dinov2Model)
     body = "dinov2"
     layout = Layout("encoder.layer", ("norm1", "norm2"), scales=("layer_scale1.lambda1", "layer_scale2.lambda1"))
+    processor = "Bit"
+    any_size = True
 
     def after_blocks(self, model: Any, x: Tensor) -> Tensor:
         _, root = self.root(model)

@@ -10,16 +10,12 @@ import torch
 from torch import nn
 
 from aphq.errors import ModelError
+from aphq.models.hf.processor_files import fetch_processor
 from aphq.typed import nearest
 
 CONFIG = "config.json"
 # of a model with two towers the one that sees, with what makes its embedding comparable
 TOWERS = {"CLIPModel": "CLIPVisionModelWithProjection", "SiglipModel": "SiglipVisionModel"}
-
-
-def is_pretrained_folder(path: str | Path) -> bool:
-    """Whether a folder looks like what `save_pretrained` writes, or claims to."""
-    return (Path(path) / CONFIG).is_file()
 
 
 def load_pretrained(name: str | Path) -> nn.Module:
@@ -46,6 +42,8 @@ def load_pretrained(name: str | Path) -> nn.Module:
             f"{name} has no weights for {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}: "
             f"it does not hold a trained {cls.__name__}"
         )
+    if not local:
+        fetch_processor(str(name))
     loaded: nn.Module = model
     return loaded.eval()
 

@@ -23,6 +23,7 @@ class HfSiglip(HfPlain):
     classes = (SiglipVisionModel, SiglipForImageClassification)
     body = "vision_model"
     layout = Layout("encoder.layers", ("layer_norm1", "layer_norm2"), "self_attn")
+    processor = "Siglip"
     mean = std = HALF
 
     def check(self, model: Any) -> None:

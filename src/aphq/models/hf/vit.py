@@ -51,6 +51,7 @@ class HfDeit(HfVit):
     family = "transformers.DeiT"
     classes = (DeiTForImageClassification, DeiTForImageClassificationWithTeacher, DeiTModel)  # type: ignore[assignment]
     body = "deit"
+    processor = "DeiT"
     mean, std = HfPlain.mean, HfPlain.std
 
     def heads(self, model: Any) -> tuple[str, ...]:
