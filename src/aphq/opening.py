@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from aphq.artifact.info import info_of
+from aphq.artifact.info import architecture_behind
 from aphq.artifact.loading import load
 from aphq.errors import RecipeError
-from aphq.models.architecture import architecture_named, architecture_of
 from aphq.runtimes.session import SUFFIXES, ExportedModel, open_exported
 from aphq.tasks import TASKS, Task, task_of
 
@@ -29,8 +28,7 @@ def task_for(model: nn.Module) -> Task:
     """What a model is for."""
     if isinstance(model, ExportedModel):
         return TASKS[model.task]
-    info = info_of(model)
-    return task_of(architecture_of(model) if info is None else architecture_named(info.family), model)
+    return task_of(architecture_behind(model), model)
 
 
 def preprocessing_of(model: nn.Module) -> Any:

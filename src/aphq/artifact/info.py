@@ -10,6 +10,7 @@ from torch import nn
 from aphq.data.preprocessing import Preprocessing
 from aphq.data.scenes import ScenePreprocessing
 from aphq.errors import ExportError
+from aphq.models.architecture import Architecture, architecture_named, architecture_of
 from aphq.recipe import Recipe
 
 ATTRIBUTE = "quantization"
@@ -35,6 +36,12 @@ def attach(model: nn.Module, info: QuantizationInfo) -> None:
 def info_of(model: nn.Module) -> QuantizationInfo | None:
     """The info of a quantized model, None for any other module."""
     return getattr(model, ATTRIBUTE, None)
+
+
+def architecture_behind(model: nn.Module) -> Architecture:
+    """The adapter of a float model, which is checked, or of a quantized one, whose ReLUs would not pass that check."""
+    info = info_of(model)
+    return architecture_of(model) if info is None else architecture_named(info.family)
 
 
 def classifier_input(model: nn.Module) -> Preprocessing:

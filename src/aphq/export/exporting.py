@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aphq.artifact.info import classifier_input, info_of
+from aphq.artifact.info import architecture_behind, classifier_input, info_of
 from aphq.artifact.loading import load
 from aphq.data import load_calibration
 from aphq.engine.folder import RunFolder
@@ -19,7 +19,7 @@ from aphq.errors import ExportError
 from aphq.export.metadata import PREFIX, describe
 from aphq.export.parity import Match, Parity, allowed_beside, compare_float64, compare_units, compare_whole
 from aphq.export.registry import Draft, Options, exporter_named
-from aphq.models.architecture import architecture_of, predict
+from aphq.models.architecture import predict
 
 PARITY_IMAGES = 32
 UNIT_IMAGES = 8  # of them, for the slower comparison unit by unit
@@ -97,7 +97,7 @@ def export(
 def _compare(model: nn.Module, draft: Draft, images: Tensor) -> Parity:
     matches: dict[str, Match] = {}
     if draft.parts is not None:
-        units = architecture_of(model).units(model)
+        units = architecture_behind(model).units(model)
         matches |= compare_units(model, units, images[:UNIT_IMAGES], draft.parts)
     parts = images.split(UNIT_IMAGES)
     expected = torch.cat([predict(model, part) for part in parts])

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aphq.artifact.info import architecture_behind
 from aphq.errors import ExportError
-from aphq.models.architecture import Step, architecture_of, predict, run_units
+from aphq.models.architecture import Step, predict, run_units
 from aphq.quant.layers import QuantizedConv2d, QuantizedLayer, QuantizedProduct, quantized_sites
 
 Site = QuantizedLayer | QuantizedProduct
@@ -119,7 +120,7 @@ def _whole(model: nn.Module) -> Step:
     """The forward pass; of a model that gives more than a tensor its chain of units, which does nothing else."""
     if not type(model).__module__.startswith("transformers."):
         return predict
-    units = architecture_of(model).units(model)
+    units = architecture_behind(model).units(model)
     return lambda shell, x: run_units(shell, units, x)
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from aphq.artifact.info import architecture_behind
 from aphq.data import CalibrationSet, Labelled, Preprocessing, as_labelled, load_calibration
 from aphq.data.labelled import LabelledImages
 from aphq.errors import DataError
@@ -96,7 +97,7 @@ class Classification(Task):
 
 def class_count(model: nn.Module) -> int:
     """Of a model of any library, or an exported file."""
-    return int(getattr(model, "num_classes", None) or architecture_of(model).num_classes(model))
+    return int(getattr(model, "num_classes", None) or architecture_behind(model).num_classes(model))
 
 
 def probe_images(preprocessing: Preprocessing, device: torch.device) -> Tensor:
