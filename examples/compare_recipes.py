@@ -30,7 +30,7 @@ def main():
     for recipe in args.recipe:
         bits, _, effort = recipe.partition(":")
         folders.append(args.out / Path(recipe.replace(":", "-")).stem)
-        aphq.quantize(model, bits, args.images, effort=effort or "balanced", out=folders[-1], val=args.val)
+        aphq.quantize(model, bits, args.images, effort=effort or None, out=folders[-1], val=args.val)
 
     print(f"{'recipe':<16} {'top-1':>6} {'same as float':>14} {'MB':>7} {'seconds':>8}")
     for run in map(read_run, folders):

@@ -31,7 +31,7 @@ def codes_in(dtype: torch.dtype, quantizer: Quantizer, values: Tensor) -> Tensor
 def test_pixels_from_minus_one_to_one_get_the_same_codes_in_every_arithmetic(bits: int) -> None:
     pictures = [2 * (PIXELS + ulp * 2e-8) - 1 for ulp in (-1, 0, 1)]  # as three machines may compute them
     before, after = fitted(pictures[1], bits), fitted(pictures[1], bits)
-    keep_off_edges(after, pictures[1])
+    keep_off_edges(after, pictures[1].repeat(20))
 
     def scatter(quantizer: Quantizer) -> int:
         found = [codes_in(dtype, quantizer, x) for dtype in (torch.float32, torch.float64) for x in pictures]
@@ -46,9 +46,15 @@ def test_scales_that_are_well_or_have_many_inputs_stay_as_they_are() -> None:
     well = fitted(PIXELS * 1.0, 5)
     well.scale.data.fill_(0.0123)
     assert float((((PIXELS / 0.0123) % 1) - 0.5).abs().min()) > NEAR
-    many, heads = fitted(torch.tensor([-1.0, 1.0]), 8), Quantizer(8, False, (2, 1, 1))
+    many, once = (fitted(torch.tensor([-1.0, 1.0]), 8) for _ in range(2))
+    heads = Quantizer(8, False, (2, 1, 1))
     heads.set_range(torch.full((2, 1, 1), -1.0), torch.full((2, 1, 1), 1.0))
-    for quantizer, values in ((well, PIXELS), (many, torch.linspace(-1, 1, 5000)), (heads, 2 * PIXELS - 1)):
+    for quantizer, values in (
+        (well, PIXELS.repeat(20)),
+        (many, torch.linspace(-1, 1, 5000)),
+        (heads, (2 * PIXELS - 1).repeat(20)),
+        (once, 2 * PIXELS - 1),
+    ):
         scale = quantizer.scale.data.clone()
         keep_off_edges(quantizer, values)
         assert torch.equal(quantizer.scale.data, scale)

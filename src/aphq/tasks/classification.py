@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from aphq.artifact.info import architecture_behind
 from aphq.data import CalibrationSet, Labelled, Preprocessing, as_labelled, load_calibration
 from aphq.data.labelled import LabelledImages
 from aphq.errors import DataError
 from aphq.evaluation import classification
 from aphq.evaluation.classification import Accuracy
-from aphq.models.architecture import Unit, architecture_of, check_units, predict
+from aphq.models.architecture import Unit, architecture_of, check_units, find_architecture, predict
 from aphq.models.distillation import LOGITS, Distillation
 from aphq.recipe import Recipe
 from aphq.tasks.task import Measured, Task
@@ -97,7 +96,11 @@ class Classification(Task):
 
 def class_count(model: nn.Module) -> int:
     """Of a model of any library, or an exported file."""
-    return int(getattr(model, "num_classes", None) or architecture_behind(model).num_classes(model))
+    said = getattr(model, "num_classes", None)
+    if said:
+        return int(said)
+    family = find_architecture(model) or architecture_of(model)  # a quantized one's ReLUs would not pass the check
+    return family.num_classes(model)
 
 
 def probe_images(preprocessing: Preprocessing, device: torch.device) -> Tensor:
