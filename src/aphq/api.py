@@ -29,8 +29,8 @@ from aphq.engine.store import Store
 from aphq.engine.workspace import Images, Workspace
 from aphq.errors import AphqError, ModelError, RecipeError
 from aphq.models.architecture import Architecture, Unit, architecture_of, mlps_of
-from aphq.models.loading import load_model, model_fingerprint
-from aphq.models.student import finalise, make_student, opened_copy
+from aphq.models.loading import load_model, misfit_of, model_fingerprint
+from aphq.models.student import built_again, finalise, make_student, opened_copy
 from aphq.opening import open_model, preprocessing_of, resolve_device, task_for
 from aphq.presets import resolve_recipe
 from aphq.recipe import BlockReconstruction, JointTuning, MlpReconstruction, Recipe
@@ -230,16 +230,11 @@ def _check_description(
     device: torch.device,
 ) -> None:
     """What an artifact says of a model must be enough to build it again: better known now than after the run."""
-    with torch.random.fork_rng(devices=[]):  # building draws initial weights; that is nobody else's business
-        twin = architecture.build(json.loads(json.dumps(architecture.describe(teacher))))
-    architecture.open_attention(twin)
-    kind = type(teacher).__name__
-    try:
-        twin.load_state_dict(teacher.state_dict(), strict=True)
-    except RuntimeError as problem:
-        reason = "; ".join(line.strip() for line in str(problem).splitlines()[1:])[:300]
-        words = f"a part of this {kind} is not as the library builds it, and cannot be saved"
-        raise ModelError(f"{words}: {reason}") from None
+    twin = built_again(architecture, json.loads(json.dumps(architecture.describe(teacher))))
+    kind, state = type(teacher).__name__, teacher.state_dict()
+    if misfit := misfit_of(twin, state):
+        raise ModelError(f"a part of this {kind} is not as the library builds it, and cannot be saved ({misfit})")
+    twin.load_state_dict(state)
     twin.to(device).eval().requires_grad_(False)
     expected, got = (task.outputs(model, units, preprocessing, device) for model in (teacher, twin))
     if different := _different(expected, got):

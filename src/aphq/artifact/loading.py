@@ -27,7 +27,7 @@ from aphq.engine.files import UnreadableError, read_json
 from aphq.engine.workspace import add_missing_biases
 from aphq.errors import AphqError, ArtifactError
 from aphq.models.architecture import Unit, architecture_named, mlps_of
-from aphq.models.student import finalise, make_student, swap_activation
+from aphq.models.student import built_again, finalise, make_student, swap_activation
 from aphq.quant.affine import dequantize, top_code
 from aphq.quant.layers import QuantizedLayer
 from aphq.quant.packing import unpack
@@ -136,9 +136,7 @@ def _read_tensors(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
 
 def _skeleton(info: QuantizationInfo) -> nn.Module:
     architecture = architecture_named(info.family)
-    with torch.random.fork_rng(devices=[]):  # building draws initial weights; that is nobody else's business
-        model = architecture.build(info.arguments)
-    architecture.open_attention(model)
+    model = built_again(architecture, info.arguments)
     units = architecture.units(model)
     student = make_student(model, architecture, units, info.recipe)
     swap_activations(student, units, info.relu)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aphq.engine.workspace import whole
 from aphq.errors import ExportError
 from aphq.export.registry import REFERENCE, Predict
 from aphq.models.architecture import Step, Unit, predict
@@ -90,7 +91,7 @@ def compare_units(
     worst: dict[str, Match] = {}
     x = images
     for unit in units:
-        step = _step(unit)
+        step = whole(unit)
         expected = step(model, x)
         for way, run in parts(step, x).items():
             name, allowed = (way, UNIT_ERROR) if way == REFERENCE else (f"{way}, by unit", FUSED_UNIT_ERROR)
@@ -99,10 +100,6 @@ def compare_units(
                 worst[name] = Match(error, allowed, where=unit.name)
         x = expected
     return worst
-
-
-def _step(unit: Unit) -> Step:
-    return lambda model, x: unit.bridge(model, unit.run(model, x))
 
 
 def in_float64(model: nn.Module) -> Predict:

@@ -54,8 +54,10 @@ def load_model(
 
         return load_detector(name, weights, num_classes, **arguments)
     base = name.split(".")[0]
-    of_timm, of_torchvision = timm.is_model(base), _is_of_torchvision(name)
-    if not of_timm and not of_torchvision and _is_of_transformers(name):
+    of_timm = timm.is_model(base)
+    if not of_timm and _is_of_torchvision(name):
+        return _from_torchvision(name, weights, num_classes, arguments)
+    if not of_timm and _is_of_transformers(name):
         extras.require("transformers")
         from aphq.models.hf.loading import load_pretrained
 
@@ -64,8 +66,6 @@ def load_model(
                 f"{name} has its own weights and configuration: --weights and model arguments do not apply"
             )
         return load_pretrained(name)
-    if of_torchvision and not of_timm:
-        return _from_torchvision(name, weights, num_classes, arguments)
     if not of_timm:
         raise ModelError(f"timm has no model {name!r}: {nearest(base, [*timm.list_models(), *DETECTORS])}")
     if weights is None:
@@ -230,17 +230,21 @@ def _first_line(problem: Exception) -> str:
 
 def load_strictly(model: nn.Module, state: dict[str, Tensor], path: str | Path) -> None:
     """Put every tensor into the model; ModelError, naming some, if one is missing, left over or of another shape."""
+    if misfit := misfit_of(model, state):
+        raise ModelError(
+            f"{path} does not fit this model ({misfit}); check the model name, its arguments and num_classes"
+        )
+    model.load_state_dict(state)
+
+
+def misfit_of(model: nn.Module, state: dict[str, Tensor]) -> str:
+    """Some of the tensors that are missing, left over or of another shape; empty if all fit."""
     own = model.state_dict()
     missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     differing = [k for k in own if k in state and state[k].shape != own[k].shape]
     wrong = [f"{k} {tuple(state[k].shape)} instead of {tuple(own[k].shape)}" for k in differing]
-    if missing or extra or wrong:
-        parts = [
-            f"{label} {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
-            for label, names in (("missing:", missing), ("unexpected:", extra), ("other shape:", wrong))
-            if names
-        ]
-        raise ModelError(
-            f"{path} does not fit this model ({'; '.join(parts)}); check the model name, its arguments and num_classes"
-        )
-    model.load_state_dict(state)
+    return "; ".join(
+        f"{label} {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+        for label, names in (("missing:", missing), ("unexpected:", extra), ("other shape:", wrong))
+        if names
+    )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from aphq.errors import RecipeError
@@ -37,6 +38,14 @@ def opened_copy(model: nn.Module, architecture: Architecture) -> nn.Module:
     teacher = copy.deepcopy(model).float().eval().requires_grad_(False)
     architecture.open_attention(teacher)
     return teacher
+
+
+def built_again(architecture: Architecture, arguments: dict[str, Any]) -> nn.Module:
+    """An untrained model of a description, with its attention open."""
+    with torch.random.fork_rng(devices=[]):  # building draws initial weights; that is nobody else's business
+        model = architecture.build(arguments)
+    architecture.open_attention(model)
+    return model
 
 
 def make_student(model: nn.Module, architecture: Architecture, units: Sequence[Unit], recipe: Recipe) -> nn.Module:

@@ -44,6 +44,8 @@ def search_scales(work: Workspace, config: settings.ScaleSearch) -> None:
                     _search_outlying(work, unit, rows, site, samples[name][0], config)
                 else:
                     search_layer(site, samples[name][0], config)
+                    if unit.kind == "patch_embed" and site.input_quantizer is not None:
+                        keep_off_edges(site.input_quantizer, samples[name][0].values)
             work.save_unit(config.NAME, unit)
             work.folder.event("unit", stage=config.NAME, unit=unit.name)
             work.progress.advance(1, unit.name)
@@ -158,8 +160,6 @@ class Operand:
 def search_layer(layer: QuantizedLayer, sample: Sample, config: settings.ScaleSearch) -> None:
     """Weight [out, in] and input rows [tokens, in]: output = rows @ weight^T."""
     _alternate(_weight_operand(layer, config), Operand.of_sample(sample, layer.input_quantizer, config), config)
-    if layer.input_quantizer is not None:
-        keep_off_edges(layer.input_quantizer, sample.values)
 
 
 def _weight_operand(layer: QuantizedLayer, config: settings.ScaleSearch) -> Operand:
