@@ -33,9 +33,9 @@ from torchvision.transforms.functional import pil_to_tensor
 from aphq.data.scenes import ScenePreprocessing
 from aphq.models.detection.anchors import grid_anchors
 from aphq.models.detection.boxes import encode
-from aphq.models.detection.config import CASCADE_STDS, STRIDES, DetectorConfig
+from aphq.models.detection.config import CASCADE_STDS, ROI_LEVELS, STRIDES, DetectorConfig
 from aphq.models.detection.detector import Detector, refine
-from aphq.models.detection.regions import BOX_SIZE, MASK_SIZE, region_features
+from aphq.models.detection.regions import BOX_SIZE, MASK_SIZE, level_of
 from aphq.models.detection.rpn import STDS, flatten_anchors, propose
 
 NARROW: dict[str, Any] = {
@@ -46,7 +46,8 @@ NARROW: dict[str, Any] = {
     "fc_channels": 512,
 }
 ANCHORS_PER_IMAGE, REGIONS_PER_IMAGE, MASKS_PER_IMAGE = 256, 192, 24
-PROPOSALS = 300  # per image in training
+PROPOSALS = 300  # per image in training ...
+RENEWED_EVERY = 4  # ... drawn anew every so many times an image is seen: they change slowly, and cost many small kernels
 STAGE_IOUS, STAGE_WEIGHTS = (0.5, 0.6, 0.7), (1.0, 0.5, 0.25)
 WARMUP, WEIGHT_DECAY, CLIP_NORM = 100, 0.02, 2.0
 LOG_EVERY = 50
@@ -63,6 +64,8 @@ class Sample:
     masks: Tensor  # uint8 [objects, height, width], on the canvas
     anchor_labels: Tensor  # [anchors]: 1 object, 0 none, -1 unclear
     anchor_targets: Tensor  # [anchors, 4]
+    seen: int = 0  # times
+    proposals: Tensor | None = None  # [proposals, 4], as of the last renewal
 
 
 def main() -> None:
@@ -204,14 +207,13 @@ def losses(model: Detector, batch: list[Sample]) -> dict[str, Tensor]:
         logits, deltas = model.rpn_head(levels)
     levels, logits, deltas = ([x.float() for x in maps] for maps in (levels, logits, deltas))
     found = proposal_losses(logits, deltas, batch)
-    with torch.no_grad():
-        regions = [
-            torch.cat([propose(*_one(i, logits, deltas), model.config, sample.size)[0][:PROPOSALS], sample.boxes])
-            for i, sample in enumerate(batch)
-        ]
+    regions = [
+        torch.cat([proposals_of(sample, *_one(i, logits, deltas), model.config), sample.boxes])
+        for i, sample in enumerate(batch)
+    ]
     for stage in range(model.config.stages):
         chosen = [choose_regions(r, s, STAGE_IOUS[stage]) for r, s in zip(regions, batch, strict=True)]
-        features = torch.cat([region_features(_of(i, levels), c[0], BOX_SIZE) for i, c in enumerate(chosen)])
+        features = features_of(levels, [c[0] for c in chosen], BOX_SIZE)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             cls, reg = model.roi_head.box_heads[stage](features)
         cls, reg = cls.float(), reg.float()
@@ -228,6 +230,27 @@ def losses(model: Detector, batch: list[Sample]) -> dict[str, Tensor]:
                 ]
                 regions = [r[((r[:, 2:] - r[:, :2]) > 1).all(1)] for r in regions]
     return found
+
+
+@torch.no_grad()
+def proposals_of(sample: Sample, logits: list[Tensor], deltas: list[Tensor], config: DetectorConfig) -> Tensor:
+    if sample.proposals is None or sample.seen % RENEWED_EVERY == 0:
+        sample.proposals = propose(logits, deltas, config, sample.size)[0][:PROPOSALS]
+    sample.seen += 1
+    return sample.proposals
+
+
+def features_of(levels: list[Tensor], regions: list[Tensor], size: int) -> Tensor:
+    """`region_features` of the regions of several images, one image after the other, with one RoIAlign per level."""
+    numbers = torch.cat([torch.full_like(boxes[:, :1], i) for i, boxes in enumerate(regions)])
+    boxes = torch.cat([numbers, torch.cat(regions)], dim=1)
+    chosen = level_of(boxes[:, 1:])
+    out = levels[0].new_zeros(len(boxes), levels[0].shape[1], size, size)
+    for number, level in enumerate(levels[:ROI_LEVELS]):
+        inside = (chosen == number).nonzero().flatten()
+        read = roi_align(level, boxes[inside], size, 1 / STRIDES[number], sampling_ratio=0, aligned=True)
+        out = out.index_put((inside,), read)
+    return out
 
 
 def _one(index: int, *maps: list[Tensor]) -> list[list[Tensor]]:
@@ -279,20 +302,19 @@ def box_losses(cls: Tensor, reg: Tensor, chosen: list[Chosen], classes: int, sta
 
 
 def mask_loss(model: Detector, stage: int, levels: list[Tensor], chosen: list[Chosen], batch: list[Sample]) -> Tensor:
-    features, targets, labels = [], [], []
-    for i, (sample, (regions, which, _, label)) in enumerate(zip(batch, chosen, strict=True)):
+    inside, targets, labels = [], [], []
+    for sample, (regions, which, _, label) in zip(batch, chosen, strict=True):
         positive = (label >= 0).nonzero().flatten()[:MASKS_PER_IMAGE]
-        if len(positive):
-            features.append(region_features(_of(i, levels), regions[positive], MASK_SIZE))
-            masks = sample.masks[which[positive]].float()[:, None]
-            each = [box[None] for box in regions[positive]]
-            targets.append(roi_align(masks, each, 2 * MASK_SIZE, aligned=True)[:, 0] >= 0.5)
-            labels.append(label[positive])
-    if not features:
+        masks = sample.masks[which[positive]].float()[:, None]
+        each = torch.cat([torch.arange(len(positive)).to(regions)[:, None], regions[positive]], dim=1)
+        targets.append(roi_align(masks, each, 2 * MASK_SIZE, aligned=True)[:, 0] >= 0.5)
+        inside.append(regions[positive])
+        labels.append(label[positive])
+    if not sum(map(len, labels)):
         return levels[0].sum() * 0
     device = levels[0].device
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        logits = model.roi_head.mask_heads[stage](torch.cat(features)).float()
+        logits = model.roi_head.mask_heads[stage](features_of(levels, inside, MASK_SIZE)).float()
     label = torch.cat(labels)
     own = logits[torch.arange(len(label), device=device), label]
     return F.binary_cross_entropy_with_logits(own, torch.cat(targets).float())

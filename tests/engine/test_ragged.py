@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aphq.engine.ragged import RaggedRows, StateRows, push_ragged
+from aphq.engine.ragged import RaggedRows, StateRows, TokenRows, push_ragged
 from aphq.engine.store import Store
 from aphq.models.architecture import State
 
@@ -43,6 +43,14 @@ def test_a_step_may_give_tensors_and_equal_rows_form_a_batch() -> None:
     assert rows[torch.tensor([2, 2])].shape == (2, 2, 4)
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         rows[slice(0, 2)]
+
+
+def test_maps_of_different_sizes_are_read_as_tokens() -> None:
+    rows = TokenRows(push_ragged(lambda state: state["x"].mT, Source(), store()))  # [1, width, 2]
+    assert len(rows) == 3
+    assert rows.nbytes == 4 * 2 * (2 + 3 + 4)
+    assert torch.equal(rows[torch.tensor([2, 0])], torch.tensor([2.0] * 4 + [0.0] * 2)[:, None].expand(6, 2))
+    assert rows[slice(0, 3)].shape == (9, 2)
 
 
 def test_what_is_passed_on_is_shared_and_given_back() -> None:

@@ -93,7 +93,10 @@ def test_quantizer(random: Callable[..., Tensor], layout: str, relu: bool, dropp
     )
 
 
-@pytest.mark.parametrize(("shape", "groups"), [((6, 8), (6, 1)), ((6, 3, 2, 2), (6, 1, 1, 1)), ((6, 8), (8,))])
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [((6, 8), (6, 1)), ((6, 3, 2, 2), (6, 1, 1, 1)), ((6, 8), (8,)), ((6, 6, 2, 2), (1, 6, 1, 1))],
+)
 def test_scales_that_are_not_heads_are_left_to_torch(
     random: Callable[..., Tensor], shape: tuple[int, ...], groups: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +176,22 @@ def test_rounding(random: Callable[..., Tensor], shape: tuple[int, ...], per_row
         return torch.cat([rounding().flatten(), 0.37 * penalty])
 
     same(fused, plain, start)
+
+
+def test_the_columns_of_a_transposed_convolution_round_as_in_torch(
+    random: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its scales count output channels, which are the columns, here as many as there are rows."""
+    weight = random(6, 6, 2, 2)
+    quantizer = Quantizer(4, True, (1, 6, 1, 1)).to(DEVICE)
+    quantizer.set_range(-random(1, 6, 1, 1).abs() - 1, random(1, 6, 1, 1).abs() + 1)
+    rounding, beta = LearnedRounding(weight, quantizer).to(DEVICE), torch.tensor(5.3, device=DEVICE)
+    penalty = rounding.soften(beta).sum()
+    wanted = rounding()
+    monkeypatch.setattr(kernels, "switched_on", True)
+    monkeypatch.setattr(kernels, "interpreted", True)
+    torch.testing.assert_close(rounding.soften(beta).sum(), penalty)
+    torch.testing.assert_close(rounding(), wanted)
 
 
 def test_mixed_rows(random: Callable[..., Tensor]) -> None:

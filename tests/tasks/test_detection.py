@@ -17,7 +17,7 @@ from aphq.presets import preset
 from aphq.recipe import JointTuning, Rotation
 from aphq.stages import RUN_STAGE
 from aphq.stages.importance import Importances
-from aphq.tasks.detection import MOST_IMAGES, Detection
+from aphq.tasks.detection import MLP_IMAGES, MOST_IMAGES, Detection
 
 from ..coco_set import write
 from ..models.detection.nets import detector, picture
@@ -173,7 +173,8 @@ def test_recipes_are_run_image_by_image() -> None:
     assert adapted.calibration.images == MOST_IMAGES
     assert adapted.calibration.batch == 1
     assert not adapted.calibration.augment
-    assert all(getattr(stage, "batch", 1) == 1 for stage in adapted.stages)
+    batches = {stage.NAME: stage.batch for stage in adapted.stages if hasattr(stage, "batch")}
+    assert batches == {"mlp_reconstruction": MLP_IMAGES, "block_reconstruction": 1}
     assert Detection().adapt(adapted) == adapted
 
 

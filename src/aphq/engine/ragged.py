@@ -1,12 +1,13 @@
 """Cached activations of images that differ in size: one allocation per image, in whichever tier has room.
 
-A row is a tensor (`RaggedRows`) or a state, named tensors of one image (`StateRows`). What a step only passes on is not
+A row is a tensor (`RaggedRows`), also read as tokens (`TokenRows`), or a state, named tensors of one image (`StateRows`). What a step only passes on is not
 copied: the rows before and after it share it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,25 @@ class RaggedRows:
     def __getitem__(self, index: slice | Tensor) -> Tensor:
         found = [item[slice(0, 1)][0] for item in (self.items[i] for i in numbers(index, len(self)))]
         return found[0] if len(found) == 1 else torch.cat(found)
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Maps of images of any size as the tokens of several one below the other, [tokens, channels]: for layers that
+    treat every token alike."""
+
+    maps: Rows  # [1, ..., channels] each
+
+    def __len__(self) -> int:
+        return len(self.maps)
+
+    @property
+    def nbytes(self) -> int:
+        size: int = getattr(self.maps, "nbytes", 0)
+        return size
+
+    def __getitem__(self, index: slice | Tensor) -> Tensor:
+        return torch.cat([self.maps[slice(i, i + 1)].flatten(0, -2) for i in numbers(index, len(self))])
 
 
 class StateRows:

@@ -67,14 +67,19 @@ def fake_quantize_learned(
         from aphq.kernels.fake_quantize import fake_quantize as fused
 
         return fused(x, scale, zero_point, top_code(bits), drop, relu)
-    per_row = scale.ndim == x.ndim and scale.numel() == len(x)
-    if kernels.usable(x) and per_row and drop is None and not relu:  # a weight: each output channel is a "head"
+    if kernels.usable(x) and by_rows(scale, x) and drop is None and not relu:  # each output channel is a "head"
         rows = fake_quantize_learned(x.view(1, len(x), 1, -1), scale.view(-1, 1, 1), zero_point.view(-1, 1, 1), bits)
         return rows.view(x.shape)
     if relu:
         x = x.relu()
     result: Tensor = _FakeQuantize.apply(x, scale, zero_point, top_code(bits), None if drop is None else drop.kept(x))
     return result
+
+
+def by_rows(scale: Tensor, weight: Tensor) -> bool:
+    """Whether every row of a weight has a scale. The output channels of a transposed convolution are its columns, as
+    many as rows or not."""
+    return scale.ndim == weight.ndim and scale.numel() == scale.shape[0] == len(weight)
 
 
 class _FakeQuantize(torch.autograd.Function):

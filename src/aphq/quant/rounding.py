@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from aphq import kernels
-from aphq.quant.affine import top_code
+from aphq.quant.affine import by_rows, top_code
 from aphq.quant.quantizer import Quantizer
 
 
@@ -42,11 +42,11 @@ class LearnedRounding(nn.Module):
     def soften(self, beta: Tensor) -> Tensor:
         """Set the soft weight of this step, and return its penalty sum(1 - |2h - 1|^beta), zero when every weight has
         decided, as a vector of partial sums."""
-        by_rows = self.quantizer.scale.numel() in (1, len(self.alpha))  # what the kernel knows
-        if kernels.usable(self.alpha) and by_rows:
+        scale = self.quantizer.scale.data
+        if kernels.usable(self.alpha) and (scale.numel() == 1 or by_rows(scale, self.alpha)):
             from aphq.kernels.rounding import soft_weight
 
-            affine = (self.quantizer.scale.data, self.quantizer.zero_point, top_code(self.quantizer.bits))
+            affine = (scale, self.quantizer.zero_point, top_code(self.quantizer.bits))
             self.current, penalty = soft_weight(self.alpha, self.floor_code, *affine, self.zeta, self.gamma, beta)
             return penalty
         h = self.soft()

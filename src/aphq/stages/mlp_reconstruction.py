@@ -18,7 +18,7 @@ from torch import Tensor
 from aphq import kernels, settings
 from aphq.engine.hooks import change_outputs, watch_inputs
 from aphq.engine.loop import Group, Loop, Now, cosine, draw_samples, run_together
-from aphq.engine.ragged import RaggedRows
+from aphq.engine.ragged import RaggedRows, TokenRows
 from aphq.engine.seeds import generator_for
 from aphq.engine.store import Activations, Rows
 from aphq.engine.workspace import Visit, Workspace
@@ -26,11 +26,11 @@ from aphq.models.architecture import Mlp, Unit, run_units
 from aphq.models.mlp import MlpModules, may_become_relu
 from aphq.models.student import swap_activation
 from aphq.stages.batches import recordable, weighted_error
-from aphq.stages.importance import Importances
+from aphq.stages.importance import ImportanceMap, Importances
 from aphq.stages.percentile import positive_percentile
 
 log = logging.getLogger(__name__)
-CachedRows = Activations | RaggedRows
+CachedRows = Activations | TokenRows
 HIDDEN_TENSORS = 7  # as large as the hidden activations that a step holds: plain and clamped, and gradients
 MOST_TOGETHER = 6  # MLPs trained side by side on a GPU; a checkpoint comes after each lot
 
@@ -119,6 +119,8 @@ def _prepare(
     names = _mlp(unit)
     inputs, targets = _teacher_pairs(work, unit, rows)
     importance = importances.at(names.fc2, Visit(unit, rows, targets, rows))  # the student sees what the teacher sees
+    if work.images.ragged and importance.each is not None:
+        importance = ImportanceMap(each=TokenRows(importance.each))
     bound = positive_percentile(lambda: _hidden(work, names, inputs), config.percentile)
     mlp = MlpModules.of(work.student, names)
     parameters = [p for layer in (mlp.fc1, mlp.fc2) for p in (layer.weight, layer.bias) if p is not None]
@@ -128,11 +130,11 @@ def _prepare(
     batch, channels = samples.shape[1], len(mlp.fc2.weight)
     # the sum over the tokens, the mean over images and channels, of the plain output and of the clamped one
     both = torch.tensor([1.0, config.alpha], device=work.device) * (config.loss_scale / (batch * channels))
-    factors = both.repeat_interleave(batch // work.ranks.count)
 
     def loss_of(index: Tensor, now: Now) -> Tensor:
         hidden = relu_and_clamped(_learning(mlp.fc1, inputs[index]), bound)
         out = _learning(mlp.fc2, mlp.second(hidden)).flatten(0, 1)
+        factors = both[:, None].expand(hidden.shape[:2]).reshape(-1)  # of images, or of tokens
         return weighted_error(out, targets, index.repeat(2), importance, factors)
 
     loop = Loop(
@@ -171,11 +173,11 @@ def relu_and_clamped(x: Tensor, bound: float) -> Tensor:
 @torch.no_grad()
 def _teacher_pairs(work: Workspace, unit: Unit, rows: Rows) -> tuple[CachedRows, CachedRows]:
     """What the teacher's MLP got and gave, for every image."""
-    kept: dict[str, Any] = {side: RaggedRows(work.store) for side in ("input", "output")} if work.images.ragged else {}
+    kept: dict[str, Any] = {}
 
     def keep(mlp: str, side: str, start: int, x: Tensor) -> None:
         if work.images.ragged:
-            kept[side].append(x)
+            kept.setdefault(side, TokenRows(RaggedRows(work.store))).maps.append(x)
             return
         if side not in kept:
             kept[side] = work.store.allocate((len(rows), *x.shape[1:]))

@@ -25,6 +25,7 @@ from aphq.tasks.task import Measured, Task
 
 log = logging.getLogger(__name__)
 MOST_IMAGES = 256  # a scene holds as many pixels as twenty crops for a classifier
+MLP_IMAGES = 8  # per step
 OUTLIER_IMAGES = 4
 PROBE = (96, 128)  # height and width of the image that checks are made with, or the next multiples of the divisor
 
@@ -33,7 +34,8 @@ class Detection(Task):
     distillation = DETECTIONS
 
     def adapt(self, recipe: Recipe) -> Recipe:
-        """One image at a time, because sizes differ, and whole, because objects must stay in the picture."""
+        """One image at a time wherever places matter, because sizes differ, and whole, because objects must stay in the
+        picture."""
         calibration = replace(
             recipe.calibration, images=min(recipe.calibration.images, MOST_IMAGES), batch=1, augment=False
         )
@@ -129,7 +131,9 @@ class Detection(Task):
 
 
 def _one_by_one(stage: Stage) -> Stage:
-    if isinstance(stage, (MlpReconstruction, BlockReconstruction, JointTuning)):
+    if isinstance(stage, MlpReconstruction):  # tokens of several images learn together
+        return replace(stage, batch=min(stage.batch, MLP_IMAGES), views=Views())
+    if isinstance(stage, (BlockReconstruction, JointTuning)):
         return replace(stage, batch=1, views=Views())
     if isinstance(stage, ScaleSearch):
         return replace(stage, outlier_images=min(stage.outlier_images, OUTLIER_IMAGES))
