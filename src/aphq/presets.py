@@ -38,6 +38,7 @@ from aphq.typed import nearest
 Effort = Literal["fast", "balanced", "paper", "best"]
 PRESETS = ("w8a8", "w6a6", "w4a8", "w4a4", "w3a3")
 EIGHT_BITS = 8  # as wide as the integers of the kernels: a zero-point of its own would no longer fit beside the codes
+MLP_RATE = 4e-4  # ten times the published one: with so few steps its MLPs stop half-way (results/README.md)
 LOW_BITS = 4  # up to here activations lack the levels for GELU's long flat tail, and MLP reconstruction pays
 
 
@@ -95,7 +96,7 @@ def _stages(weight_bits: int, activation_bits: int, effort: str) -> tuple[Stage,
         importance = Importance(kind="fisher")
         steps = 1000 if min(weight_bits, activation_bits) <= LOW_BITS else 300
         steps = steps if effort == "balanced" else 10_000
-        mlp = replace(mlp, steps=steps, importance=importance)
+        mlp = replace(mlp, steps=steps, importance=importance, learning_rate=MLP_RATE)
         blocks = replace(blocks, steps=steps, importance=importance)
     if effort == "best":
         views = Views(copies=31, mixup=0.5, cutmix=0.5)
