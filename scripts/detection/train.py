@@ -47,7 +47,7 @@ NARROW: dict[str, Any] = {
 }
 ANCHORS_PER_IMAGE, REGIONS_PER_IMAGE, MASKS_PER_IMAGE = 256, 192, 24
 PROPOSALS = 300  # per image in training ...
-RENEWED_EVERY = 4  # ... drawn anew every so many times an image is seen: they change slowly, and cost many small kernels
+RENEWED_EVERY = 4  # ... made anew every so many times an image is seen: they change slowly, and cost small kernels
 STAGE_IOUS, STAGE_WEIGHTS = (0.5, 0.6, 0.7), (1.0, 0.5, 0.25)
 WARMUP, WEIGHT_DECAY, CLIP_NORM = 100, 0.02, 2.0
 LOG_EVERY = 50

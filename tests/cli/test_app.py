@@ -224,7 +224,7 @@ def test_a_model_of_another_kind_is_refused(files: Path, tmp_path: Path) -> None
         (["--set", "overrides.blocks.9.*=null"], "matches no layer"),
         (["--without", "scale"], "there is no stage 'scale'"),
         (["--without", "scale_search"], "scale_search"),
-        (["--model-arg", "depth=3"], "does not fit this model (missing: blocks.2"),
+        (["--model-arg", "depth=3"], "does not fit this model (12 missing: blocks.2"),
         (["--model-arg", "colour=3"], "timm cannot create"),
         (["--num-classes", "7"], "does not fit this model"),
         (["--weights", "nowhere.pth"], "there is no weights file nowhere.pth"),

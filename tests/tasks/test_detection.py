@@ -126,13 +126,48 @@ def test_losses_of_every_unit_are_finite_and_fall(tmp_path: Path) -> None:
         "mlp_reconstruction__steps": 2,
     }
     run = quantize(detector(), short_recipe("w3a3", **changes), out=tmp_path / "run")
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    units = {e["unit"]: e["losses"] for e in events if e["event"] == "unit" and e["stage"] == "block_reconstruction"}
+    units = {name: e["losses"] for name, e in unit_events(tmp_path / "run", "block_reconstruction").items()}
     assert {"neck", "rpn_head", "roi_head.bbox_head", "roi_head.mask_head"} <= set(units)
     assert all(math.isfinite(loss) for losses in units.values() for loss in losses)
     fell = [name for name, losses in units.items() if sum(losses[-12:]) < sum(losses[:12])]
     assert len(fell) >= 0.6 * len(units)
     assert run.path is not None
+
+
+def test_mlps_learn_from_the_tokens_of_several_images(tmp_path: Path) -> None:
+    changes = {
+        "mlp_reconstruction__steps": 60,
+        "mlp_reconstruction__batch": COUNT - 1,
+        "mlp_reconstruction__learning_rate": 3e-3,
+        "block_reconstruction__steps": 0,
+    }
+    quantize(detector(), short_recipe("w4a4", **changes), out=tmp_path / "run")
+    units = unit_events(tmp_path / "run", "mlp_reconstruction")
+    assert len(units) == sum(detector().config.depths)
+    for name, event in units.items():
+        assert sum(event["losses"][-12:]) < 0.7 * sum(event["losses"][:12]), name
+
+
+def test_a_loss_starts_where_it_should_whatever_the_first_image_holds(tmp_path: Path) -> None:
+    """With rates of next to nothing the mean over all images stays where it was scaled to, though images differ."""
+    changes = {
+        "block_reconstruction__steps": 120,
+        "block_reconstruction__regulariser": 0.0,
+        "block_reconstruction__rounding_lr": 1e-12,
+        "block_reconstruction__scale_lr": 1e-12,
+        "mlp_reconstruction__steps": 0,
+    }
+    recipe = short_recipe("w4a4", **changes)
+    quantize(detector(), recipe, out=tmp_path / "run")
+    stage: Any = recipe.stage("block_reconstruction")
+    for name, event in unit_events(tmp_path / "run", "block_reconstruction").items():
+        mean = sum(event["losses"]) / len(event["losses"])
+        assert mean == pytest.approx(stage.first_loss, rel=0.3), name
+
+
+def unit_events(folder: Path, stage: str) -> dict[str, Any]:
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return {e["unit"]: e for e in events if e["event"] == "unit" and e["stage"] == stage}
 
 
 def test_a_stopped_run_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:

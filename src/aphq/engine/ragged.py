@@ -1,7 +1,7 @@
 """Cached activations of images that differ in size: one allocation per image, in whichever tier has room.
 
-A row is a tensor (`RaggedRows`), also read as tokens (`TokenRows`), or a state, named tensors of one image (`StateRows`). What a step only passes on is not
-copied: the rows before and after it share it.
+A row is a tensor (`RaggedRows`, read as tokens by `TokenRows`) or the state of an image, named tensors (`StateRows`).
+What a step only passes on is not copied: the rows before and after it share it.
 """
 
 from __future__ import annotations

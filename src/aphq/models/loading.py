@@ -33,6 +33,7 @@ CLASSIFIERS = (  # ViT, Swin, torchvision's ViT and its detectors: rows are clas
 TIMM_SOURCES = ("hf_hub:", "hf-hub:", "local-dir:")  # timm's own ways to name a place
 HASH = re.compile(r"-([0-9a-f]{8,64})\.[a-z]+$")  # torch hub's and MMDetection's habit
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's own switch, stronger than what a caller says
+SHOWN = 3  # names of each kind in a message
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")  # keys under which trainers keep the weights
 
 
@@ -238,13 +239,16 @@ def load_strictly(model: nn.Module, state: dict[str, Tensor], path: str | Path) 
 
 
 def misfit_of(model: nn.Module, state: dict[str, Tensor]) -> str:
-    """Some of the tensors that are missing, left over or of another shape; empty if all fit."""
+    """How many tensors are missing, left over or of another shape, and the names of some; empty if all fit."""
     own = model.state_dict()
-    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     differing = [k for k in own if k in state and state[k].shape != own[k].shape]
-    wrong = [f"{k} {tuple(state[k].shape)} instead of {tuple(own[k].shape)}" for k in differing]
+    troubles = {
+        "missing": [k for k in own if k not in state],
+        "unexpected": [k for k in state if k not in own],
+        "of another shape": [f"{k} {tuple(state[k].shape)} instead of {tuple(own[k].shape)}" for k in differing],
+    }
     return "; ".join(
-        f"{label} {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
-        for label, names in (("missing:", missing), ("unexpected:", extra), ("other shape:", wrong))
+        f"{len(names)} {what}: {', '.join(names[:SHOWN])}{' ...' if len(names) > SHOWN else ''}"
+        for what, names in troubles.items()
         if names
     )

@@ -86,7 +86,8 @@ def _reconstruct(
         with torch.no_grad():
             for rounding in roundings:
                 rounding.soften(torch.tensor(config.beta_start, device=device))
-            drawn = samples[: max(1, FIRST_IMAGES // samples.shape[1]), work.ranks.share_of(samples.shape[1])].to(device)
+            batch = samples.shape[1]
+            drawn = samples[: max(1, FIRST_IMAGES // batch), work.ranks.share_of(batch)].to(device)
             (first,) = work.ranks.add([torch.stack([forward(index) for index in drawn]).mean()])
             scale = config.first_loss / first.clamp_min(1e-30)
         loop = _loop(work, config, learned, samples, loss_of)

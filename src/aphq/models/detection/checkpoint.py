@@ -16,7 +16,7 @@ from torch import Tensor
 from aphq.errors import ModelError
 from aphq.models.detection.config import DETECTORS, DetectorConfig
 from aphq.models.detection.detector import Detector
-from aphq.models.loading import read_checkpoint
+from aphq.models.loading import misfit_of, read_checkpoint
 from aphq.typed import nearest
 
 RENAMED = (  # MMDetection's Swin -> ours
@@ -29,7 +29,6 @@ RENAMED = (  # MMDetection's Swin -> ours
 MERGING = re.compile(r"^backbone\.layers\.\d+\.downsample\.(norm|reduction)\.")
 CELLS = [0, 2, 1, 3]  # rows first to columns first, and back
 DERIVED = "relative_position_index"  # follows from the window size
-SHOWN = 5  # names of each kind in a message
 
 
 def load_detector(name: str, weights: str | Path | None, num_classes: int | None = None, **arguments: Any) -> Detector:
@@ -103,22 +102,6 @@ def _refuse_another(config: DetectorConfig, found: dict[str, Any], name: str) ->
 
 def fill(model: Detector, state: dict[str, Tensor]) -> None:
     """Put every tensor into the model; ModelError, naming them, if one is missing, left over or of another shape."""
-    own = model.state_dict()
-    shapes = (f"{k} {tuple(state[k].shape)} instead of {tuple(own[k].shape)}" for k in own if _differs(own, state, k))
-    troubles = {
-        "missing": [key for key in own if key not in state],
-        "unexpected": [key for key in state if key not in own],
-        "of another shape": list(shapes),
-    }
-    if any(troubles.values()):
-        raise ModelError("; ".join(_report(what, names) for what, names in troubles.items() if names))
+    if misfit := misfit_of(model, state):
+        raise ModelError(misfit)
     model.load_state_dict(state)
-
-
-def _differs(own: dict[str, Tensor], state: dict[str, Tensor], key: str) -> bool:
-    return key in state and state[key].shape != own[key].shape
-
-
-def _report(what: str, names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{len(names)} {what}: {', '.join(names[:SHOWN])}{more}"
