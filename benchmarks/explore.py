@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--weights", required=True)
     parser.add_argument("--calib", required=True)
     parser.add_argument("--hold", type=int, default=224, help="images held out of 1024")
+    parser.add_argument("--used", type=int, default=None, help="measure on so many of the used images; default all")
     parser.add_argument("--seed", type=int, default=3407)
     parser.add_argument("--base", action=InOrder, dest="jobs")
     parser.add_argument("--then", action=InOrder, dest="jobs")
@@ -67,7 +68,8 @@ def main() -> None:
         seconds = time.time() - started
         line = {
             "model": args.model, "base": base_name, "then": text if kind == "then" else "", "seed": args.seed,
-            "used": measure(model, quantized, used, device), "held": measure(model, quantized, held, device),
+            "used": measure(model, quantized, used.first(args.used or len(used)), device),
+            "held": measure(model, quantized, held, device),
             "seconds": round(seconds, 1), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         }  # fmt: skip
         with open(args.out, "a") as handle:
