@@ -240,6 +240,28 @@ def test_the_clock_counts_the_steps() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_recorded_steps_are_refreshed_as_eager_ones_are(every: int) -> None:
+    device, found = torch.device("cuda"), []
+    for capture in (True, False):
+        weight, source = torch.ones(1, device=device, requires_grad=True), torch.zeros(1, device=device)
+        refreshed: list[int] = []
+
+        def refresh(step: int, source: Tensor = source, refreshed: list[int] = refreshed) -> None:
+            refreshed.append(step)
+            source.fill_(step)
+
+        def loss_of(index: Tensor, now: Now, weight: Tensor = weight, source: Tensor = source) -> Tensor:
+            return (weight * source).sum()
+
+        groups = [Group([weight], constant(0.0, 8))]
+        options = {"refresh": refresh, "refresh_every": every, "capture": capture}
+        curve = Loop(loss_of, groups, samples(8), device, **options).run()
+        found.append((refreshed, curve.losses.tolist()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
 def test_a_recorded_step_does_what_an_eager_one_does() -> None:
     device = torch.device("cuda")
     x, y = (t.to(device) for t in problem())

@@ -155,14 +155,12 @@ def run_together(loops: Sequence[Loop], report: Callable[[int], None] | None = N
         every = [loop.prepare() for loop in loops]
         done, reported = 0, 0
         if device.type == "cuda" and steps > WARMUP_STEPS and all(loop.capture for loop in loops):
-            done, step = _record(every, device)
+            done, step = _record(every, device, partial(_refresh, loops))
         else:
             step = partial(_all, every)
         started, first = _synchronised_seconds(device), done
         while done < steps:
-            for loop in loops:
-                if loop.refresh and done and done % loop.refresh_every == 0:
-                    loop.refresh(done)
+            _refresh(loops, done)
             step()
             done += 1
             if report and (done % REPORT_EVERY == 0 or done == steps):
@@ -174,6 +172,13 @@ def run_together(loops: Sequence[Loop], report: Callable[[int], None] | None = N
     return [
         Curve(loop.losses.cpu(), milliseconds, len(loops), errors) for loop, errors in zip(loops, apart, strict=True)
     ]
+
+
+def _refresh(loops: Sequence[Loop], done: int) -> None:
+    """Before the step with this number."""
+    for loop in loops:
+        if loop.refresh and done and done % loop.refresh_every == 0:
+            loop.refresh(done)
 
 
 def _all(every: Sequence[Callable[[], None]]) -> None:
@@ -188,9 +193,11 @@ def _synchronised_seconds(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _record(every: Sequence[Callable[[], None]], device: torch.device) -> tuple[int, Callable[[], None]]:
-    """Run the first steps, record one of each loop as branches of a CUDA graph, and return how many were run and the
-    graph's replay."""
+def _record(
+    every: Sequence[Callable[[], None]], device: torch.device, before: Callable[[int], None]
+) -> tuple[int, Callable[[], None]]:
+    """Run the first steps, `before` each what it does, record one of each loop as branches of a CUDA graph, and return
+    how many were run and the graph's replay."""
     # The leaves were first touched on the default stream. Their gradients are asked for, never accumulated, so the
     # warning about it does not apply.
     quiet = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
@@ -199,7 +206,8 @@ def _record(every: Sequence[Callable[[], None]], device: torch.device) -> tuple[
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
-        for _ in range(WARMUP_STEPS):
+        for number in range(WARMUP_STEPS):
+            before(number)
             _all(every)
     torch.cuda.current_stream(device).wait_stream(side)
     torch.cuda.synchronize(device)

@@ -117,7 +117,7 @@ class _FakeQuantize(torch.autograd.Function):
         grouped = scale.numel() > 1 or extra_rows > 0
         view, heads = _as_matrices(x, grouped)
         shape = x.shape if extra_rows == 0 else (*x.shape[:2], x.shape[2] + extra_rows, x.shape[3])
-        y = torch.empty(shape, device=x.device)
+        y = torch.empty(shape, dtype=torch.float32, device=x.device)
         matrix, columns = view.shape[2] * view.shape[3], view.shape[3]
         padded = matrix + extra_rows * columns
         grid = (view.shape[0] * heads * triton.cdiv(padded, BLOCK),)
@@ -136,10 +136,10 @@ class _FakeQuantize(torch.autograd.Function):
         top, drop, relu, grouped = ctx.rest
         view, heads = _as_matrices(x, grouped)
         grad, _ = _as_matrices(grads[0], grouped)
-        grad_x = torch.empty(x.shape, device=x.device)
+        grad_x = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         matrix, columns = view.shape[2] * view.shape[3], view.shape[3]
         chunks = triton.cdiv(matrix, BLOCK)
-        partial = torch.empty(view.shape[0], heads, chunks, device=x.device)
+        partial = torch.empty(view.shape[0], heads, chunks, dtype=torch.float32, device=x.device)
         _backward[(view.shape[0] * heads * chunks,)](
             grad, view, grad_x, partial, scale, zero_point, *drop_arguments(drop, x), float(top), heads, matrix,
             columns, *view.stride(), *grad.stride(),

@@ -23,23 +23,23 @@ TILE = 128 * 128  # of a matrix product
 def _column_sums(
     x_ptr, sum_ptr, rows, columns, row_block: tl.constexpr, column_block: tl.constexpr, passes: tl.constexpr
 ):
-    column = tl.program_id(0) * column_block + tl.arange(0, column_block)
+    column = tl.program_id(1) * column_block + tl.arange(0, column_block)
     total = tl.zeros((column_block,), tl.float32)
     for step in range(passes):
-        row = (tl.program_id(1) * passes + step) * row_block + tl.arange(0, row_block)
+        row = (tl.program_id(0) * passes + step) * row_block + tl.arange(0, row_block)
         inside = (row[:, None] < rows) & (column[None, :] < columns)
         total += tl.sum(
             tl.load(x_ptr + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0), axis=0
         )
-    tl.store(sum_ptr + tl.program_id(1) * columns + column, total, mask=column < columns)
+    tl.store(sum_ptr + tl.program_id(0) * columns + column, total, mask=column < columns)
 
 
 def column_sums(x: Tensor) -> Tensor:
     """[rows, columns] -> [columns]"""
     rows, columns = x.shape
     passes = 4
-    grid = (triton.cdiv(columns, COLUMNS), triton.cdiv(rows, ROWS * passes))
-    sums = torch.empty(grid[1], columns, device=x.device)
+    grid = (triton.cdiv(rows, ROWS * passes), triton.cdiv(columns, COLUMNS))  # only the first may exceed 65 535
+    sums = torch.empty(grid[0], columns, dtype=torch.float32, device=x.device)
     _column_sums[grid](x, sums, rows, columns, row_block=ROWS, column_block=COLUMNS, passes=passes)
     return sums.sum(0)
 

@@ -41,7 +41,7 @@ class _ReluAndClamped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bound: float) -> Tensor:
         x = x.contiguous()
-        y = torch.empty(2, *x.shape, device=x.device)
+        y = torch.empty(2, *x.shape, dtype=torch.float32, device=x.device)
         _forward[(triton.cdiv(x.numel(), BLOCK),)](x, y, bound, x.numel(), block=BLOCK)
         ctx.save_for_backward(x)
         ctx.bound = bound

@@ -89,7 +89,7 @@ class _SoftWeight(torch.autograd.Function):
         grid = (triton.cdiv(alpha.numel(), BLOCK),)
         numbers = (alpha.numel(), alpha[0].numel(), float(top), zeta, gamma)
         options: dict[str, Any] = {"per_row": scale.numel() > 1, "block": BLOCK}
-        weight, penalty = torch.empty_like(alpha), torch.empty(grid, device=alpha.device)
+        weight, penalty = torch.empty_like(alpha), torch.empty(grid, dtype=torch.float32, device=alpha.device)
         _forward[grid](alpha, floor_code, scale, zero_point, beta, weight, penalty, *numbers, **options)
         ctx.save_for_backward(alpha, floor_code, scale, beta)
         ctx.rest = (grid, numbers, options)

@@ -32,7 +32,7 @@ def _mix(teacher_ptr, student_ptr, index_ptr, out_ptr, step_ptr, seed, threshold
 
 def mixed_rows(teacher: Tensor, student: Tensor, index: Tensor, drop: Drop) -> Tensor:
     """Rows `index`, each element the student's with the probability of `drop`, the teacher's otherwise."""
-    out = torch.empty(len(index), *teacher.shape[1:], device=teacher.device)
+    out = torch.empty(len(index), *teacher.shape[1:], dtype=torch.float32, device=teacher.device)
     width = teacher[0].numel()
     grid = (len(index) * triton.cdiv(width, BLOCK),)
     _mix[grid](teacher, student, index, out, *drop_arguments(drop, out), width, block=BLOCK)
@@ -84,9 +84,10 @@ class _WeightedError(torch.autograd.Function):
         out = out.contiguous()
         width = out[0].numel()
         grid = (len(index) * triton.cdiv(width, BLOCK),)
-        sums = torch.empty(grid, device=out.device)
+        sums = torch.empty(grid, dtype=torch.float32, device=out.device)
         kind = "shared" if shared is not None else "none" if each is None else "each"
-        weight = next((w for w in (shared, each) if w is not None), out)
+        weight = next((w.contiguous() for w in (shared, each) if w is not None), out)
+        row_factors = row_factors.contiguous()
         options: dict[str, Any] = {"weights": kind, "block": BLOCK}
         _error[grid](out, target, index, weight, sums, out, out, row_factors, width, backward=False, **options)
         ctx.save_for_backward(out, target, index, weight, row_factors)

@@ -57,7 +57,7 @@ def _product(a_ptr, shift_ptr, b_ptr, sum_ptr, candidates, inner, square: tl.con
 def candidate_errors(x: Tensor, scale: Tensor, zero_point: Tensor, top: int) -> Tensor:
     """x [rows, inner] -> Q(x) - x as [rows, candidates, inner], for scales [candidates, groups]."""
     (candidates, groups), (rows, inner) = scale.shape, x.shape
-    errors = torch.empty(rows, candidates, inner, device=x.device)
+    errors = torch.empty(rows, candidates, inner, dtype=torch.float32, device=x.device)
     block = _block(inner)
     grid = (rows * triton.cdiv(inner, block),)
     _errors[grid](x, scale, zero_point, errors, float(top), candidates, groups, inner, squared=False, block=block)
@@ -69,7 +69,7 @@ def squared_errors(x: Tensor, scale: Tensor, zero_point: Tensor, top: int) -> Te
     (candidates, groups), (rows, inner) = scale.shape, x.shape
     block = _block(inner)
     chunks = triton.cdiv(inner, block)
-    sums = torch.empty(rows // groups, groups, chunks, candidates, device=x.device)
+    sums = torch.empty(rows // groups, groups, chunks, candidates, dtype=torch.float32, device=x.device)
     _errors[(rows * chunks,)](
         x, scale, zero_point, sums, float(top), candidates, groups, inner, squared=True, block=block
     )
@@ -82,7 +82,7 @@ def summed_product(a: Tensor, shift: Tensor, b: Tensor | None) -> Tensor:
     rows, candidates, inner = a.shape
     block = _block(inner)
     chunks = triton.cdiv(inner, block)
-    sums = torch.empty(rows, candidates, chunks, device=a.device)
+    sums = torch.empty(rows, candidates, chunks, dtype=torch.float32, device=a.device)
     _product[(rows * candidates * chunks,)](
         a, shift, a if b is None else b, sums, candidates, inner, square=b is None, block=block
     )

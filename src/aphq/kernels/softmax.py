@@ -145,7 +145,7 @@ class _QuantizedSoftmax(torch.autograd.Function):
         numbers, options = ctx.rest
         batch, heads, rows, _ = scores.shape
         grad_scores = torch.empty_like(scores)
-        partial = torch.empty(batch, heads, rows, device=scores.device)
+        partial = torch.empty(batch, heads, rows, dtype=torch.float32, device=scores.device)
         _backward[(batch * heads * rows,)](
             grads[0].contiguous(), scores, bias, grad_scores, partial, scale, zero_point, step, *numbers, **options
         )

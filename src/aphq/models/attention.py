@@ -87,7 +87,7 @@ class OpenAttention(nn.Module):
         """[batch, heads, tokens, channels] each -> the same; `bias` [periods, heads, tokens, tokens] is added to the
         scores, repeated over the batch."""
         if self.qk.active or self.pv.active:
-            if self._learning() and kernels.usable(q):
+            if self._learning() and kernels.usable(q) and (bias is None or not bias.requires_grad):
                 return self._fused_core(q, k, v, bias)
             # the scale comes after the product of integers, where it costs nothing
             out: Tensor = self.pv(probabilities(self.qk(q, k.transpose(-2, -1)), self.scale, bias), v)
@@ -111,7 +111,8 @@ class OpenAttention(nn.Module):
 
         def operand(quantizer: Any, x: Tensor) -> Tensor:
             affine = (quantizer.scale, quantizer.zero_point, top_code(quantizer.bits), quantizer.drop)
-            return fake_quantize(x, *affine, extra_rows=-x.shape[2] % TOKENS_BY)
+            extra = -x.shape[2] % TOKENS_BY
+            return fake_quantize(x.contiguous() if extra and x.stride(-1) != 1 else x, *affine, extra_rows=extra)
 
         left: Any = self.pv.left
         affine = (left.scale, left.zero_point, top_code(left.bits), left.drop)

@@ -53,6 +53,11 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Te
     return integers(x, scale, zero_point, bits).mul_(scale)
 
 
+def clamp_inclusive(x: Tensor, low: float, high: float) -> Tensor:
+    """Clamped, with a gradient of 1 up to and at the bounds, where torch's own has 1 or 0, depending on its version."""
+    return torch.where((x >= low) & (x <= high), x, x.detach().clamp(low, high))
+
+
 def clamp_(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """In place; two passes, because torch's own clamp with tensors for bounds is several times slower on a CPU."""
     return x.clamp_min_(low).clamp_max_(high)
@@ -68,7 +73,7 @@ def fake_quantize_learned(
 
         return fused(x, scale, zero_point, top_code(bits), drop, relu)
     if kernels.usable(x) and by_rows(scale, x) and drop is None and not relu:  # each output channel is a "head"
-        rows = fake_quantize_learned(x.view(1, len(x), 1, -1), scale.view(-1, 1, 1), zero_point.view(-1, 1, 1), bits)
+        rows = fake_quantize_learned(x.reshape(1, len(x), 1, -1), scale.view(-1, 1, 1), zero_point.view(-1, 1, 1), bits)
         return rows.view(x.shape)
     if relu:
         x = x.relu()

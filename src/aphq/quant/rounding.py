@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from aphq import kernels
-from aphq.quant.affine import by_rows, top_code
+from aphq.quant.affine import by_rows, clamp_inclusive, top_code
 from aphq.quant.quantizer import Quantizer
 
 
@@ -33,10 +33,10 @@ class LearnedRounding(nn.Module):
 
     def soft(self) -> Tensor:
         """h in [0, 1], differentiable."""
-        return (torch.sigmoid(self.alpha) * (self.zeta - self.gamma) + self.gamma).clamp(0, 1)
+        return clamp_inclusive(torch.sigmoid(self.alpha) * (self.zeta - self.gamma) + self.gamma, 0, 1)
 
     def weight(self, h: Tensor) -> Tensor:
-        code = (self.floor_code + h).clamp(0, top_code(self.quantizer.bits))
+        code = clamp_inclusive(self.floor_code + h, 0, top_code(self.quantizer.bits))
         return (code - self.quantizer.zero_point) * self.quantizer.scale.data
 
     def soften(self, beta: Tensor) -> Tensor:
