@@ -23,6 +23,12 @@ def test_efforts_differ_in_work() -> None:
     assert preset("w4a4", "paper").calibration.augment
 
 
+def test_without_gradients_few_bits_are_compensated_for() -> None:
+    names = {bits: [s.NAME for s in preset(bits, "fast").stages] for bits in ("w3a3", "w4a8", "w6a6", "w8a4")}
+    compensated = {bits: "error_compensation" in stages for bits, stages in names.items()}
+    assert compensated == {"w3a3": True, "w4a8": True, "w6a6": False, "w8a4": False}
+
+
 def test_attention_values_are_reparameterised_but_for_the_published_recipe() -> None:
     values = {}
     for effort in get_args(Effort):

@@ -2,7 +2,8 @@
 
 The efforts differ in which stages run and for how long:
 
-fast      reparameterisation and scale search: seconds on a GPU, about a minute on a laptop
+fast      reparameterisation and scale search, and for weights of 4 bits and less error compensation: seconds on a GPU,
+          a minute or two on a laptop
 balanced  every stage, with a few hundred to two thousand steps per unit and the `fisher` importance, which is seeded
           and needs only a few passes for all units
 paper     the published recipe: 20 000 steps per unit, augmented images, the `aph` importance
@@ -22,6 +23,7 @@ from aphq.recipe import (
     Activations,
     BlockReconstruction,
     Calibration,
+    ErrorCompensation,
     Importance,
     JointTuning,
     LayerNormReparameterisation,
@@ -39,7 +41,9 @@ Effort = Literal["fast", "balanced", "paper", "best"]
 PRESETS = ("w8a8", "w6a6", "w4a8", "w4a4", "w3a3")
 EIGHT_BITS = 8  # as wide as the integers of the kernels: a zero-point of its own would no longer fit beside the codes
 MLP_RATE = 4e-4  # ten times the published one: with so few steps its MLPs stop half-way (results/README.md)
-LOW_BITS = 4  # up to here activations lack the levels for GELU's long flat tail, and MLP reconstruction pays
+# Up to here activations lack the levels for GELU's long flat tail, so that MLP reconstruction pays, and weights those
+# that would make their rounding harmless, so that error compensation does where nothing learns.
+LOW_BITS = 4
 
 
 def preset(bits: str, effort: Effort | str = "balanced", *, seed: int = 3407) -> Recipe:
@@ -90,8 +94,8 @@ def _stages(weight_bits: int, activation_bits: int, effort: str) -> tuple[Stage,
     if effort != "paper":  # a finer search takes minutes on a CPU and was not better on held-out calibration images
         norms = LayerNormReparameterisation(images=64, candidates=48, values=True)
         search = ScaleSearch(images=64, candidates=48, rounds=1, tokens=1024, outlier_candidates=16)
-    if effort == "fast":
-        return norms, search
+    if effort == "fast":  # at six bits and more there is too little to make up for
+        return (norms, search, ErrorCompensation()) if weight_bits <= LOW_BITS else (norms, search)
     if effort != "paper":
         importance = Importance(kind="fisher")
         steps = 1000 if min(weight_bits, activation_bits) <= LOW_BITS else 300

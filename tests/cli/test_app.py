@@ -148,7 +148,7 @@ def test_quantize_from_end_to_end(finished: tuple[Path, dict[str, Any]]) -> None
     assert printed["accuracy"]["float"]["images"] == printed["accuracy"]["quantized"]["images"] == 20
     assert 0 <= printed["agreement"] <= 100
     assert printed["sizes"]["artifact"] == (out / "model.safetensors").stat().st_size
-    assert set(printed["seconds"]) == {"layernorm_reparameterisation", "scale_search"}
+    assert set(printed["seconds"]) == {"layernorm_reparameterisation", "scale_search", "error_compensation"}
     assert json.loads((out / "result.json").read_text()) == printed
     assert isinstance(aphq.load(out), nn.Module)
 

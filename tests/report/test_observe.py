@@ -10,8 +10,7 @@ import aphq
 from aphq.models.student import enable, finalise
 from aphq.report import observe
 from aphq.report.observe import Distance, Spread, histograms, importance_of_blocks, model_name
-from aphq.stages.layernorm import reparameterise_norms
-from aphq.stages.scale_search import search_scales
+from aphq.stages import RUN_STAGE
 
 from ..runs import pixels, sha256, short, workspace
 
@@ -59,8 +58,8 @@ def test_a_student_that_rounds_nothing_makes_no_error(tiny_vit: nn.Module) -> No
 
 def test_every_layer_and_unit_is_measured(tiny_vit: nn.Module) -> None:
     work = workspace(tiny_vit, short("w4a4", "fast"))
-    for stage, run in zip(work.recipe.stages, (reparameterise_norms, search_scales), strict=True):
-        run(work, stage)  # type: ignore[arg-type]
+    for stage in work.recipe.stages:
+        RUN_STAGE[type(stage)](work, stage)
     finalise(work.student)
     enable(work.student)
     before = {name: tensor.clone() for name, tensor in work.student.state_dict().items()}

@@ -25,7 +25,7 @@ from aphq.stages.batches import map_error, mixed_rows, recordable, weighted_erro
 from aphq.stages.importance import ImportanceMap, Importances
 from aphq.stages.learnable import Learnable, unit_modules
 
-FIRST_IMAGES = 32  # the error to start from is a mean over these: a single scene may hold nothing at all for a head
+FIRST_SCENES = 32  # the error to start from is a mean over these: they come one by one, and one may hold no object
 ErrorOf = Callable[[Any, Tensor], Tensor]  # (outputs, their indices) -> scalar
 
 
@@ -86,8 +86,8 @@ def _reconstruct(
         with torch.no_grad():
             for rounding in roundings:
                 rounding.soften(torch.tensor(config.beta_start, device=device))
-            batch = samples.shape[1]
-            drawn = samples[: max(1, FIRST_IMAGES // batch), work.ranks.share_of(batch)].to(device)
+            looked_at = FIRST_SCENES if work.images.ragged else 1
+            drawn = samples[:looked_at, work.ranks.share_of(samples.shape[1])].to(device)
             (first,) = work.ranks.add([torch.stack([forward(index) for index in drawn]).mean()])
             scale = config.first_loss / first.clamp_min(1e-30)
         loop = _loop(work, config, learned, samples, loss_of)
