@@ -97,7 +97,7 @@ def test_the_proposal_keeps_the_budget_and_can_be_run(found: Analysis, tiny_vit:
 
 
 def test_scales_are_searched_in_the_way_of_a_run() -> None:
-    norms, search = aphq.preset("w4a4", "fast").stages
+    norms, search, *_ = aphq.preset("w4a4", "fast").stages
     assert isinstance(norms, LayerNormReparameterisation)
     assert isinstance(search, ScaleSearch)
     assert (NORMS.values, SEARCH.method, SEARCH.rounds) == (norms.values, search.method, search.rounds)
