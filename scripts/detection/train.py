@@ -33,9 +33,9 @@ from torchvision.transforms.functional import pil_to_tensor
 from aphq.data.scenes import ScenePreprocessing
 from aphq.models.detection.anchors import grid_anchors
 from aphq.models.detection.boxes import encode
-from aphq.models.detection.config import CASCADE_STDS, ROI_LEVELS, STRIDES, DetectorConfig
+from aphq.models.detection.config import CASCADE_STDS, STRIDES, DetectorConfig
 from aphq.models.detection.detector import Detector, refine
-from aphq.models.detection.regions import BOX_SIZE, MASK_SIZE, level_of
+from aphq.models.detection.regions import BOX_SIZE, MASK_SIZE, region_features
 from aphq.models.detection.rpn import STDS, flatten_anchors, propose
 
 NARROW: dict[str, Any] = {
@@ -241,16 +241,10 @@ def proposals_of(sample: Sample, logits: list[Tensor], deltas: list[Tensor], con
 
 
 def features_of(levels: list[Tensor], regions: list[Tensor], size: int) -> Tensor:
-    """`region_features` of the regions of several images, one image after the other, with one RoIAlign per level."""
-    numbers = torch.cat([torch.full_like(boxes[:, :1], i) for i, boxes in enumerate(regions)])
-    boxes = torch.cat([numbers, torch.cat(regions)], dim=1)
-    chosen = level_of(boxes[:, 1:])
-    out = levels[0].new_zeros(len(boxes), levels[0].shape[1], size, size)
-    for number, level in enumerate(levels[:ROI_LEVELS]):
-        inside = (chosen == number).nonzero().flatten()
-        read = roi_align(level, boxes[inside], size, 1 / STRIDES[number], sampling_ratio=0, aligned=True)
-        out = out.index_put((inside,), read)
-    return out
+    """Of the regions of every image, one image after the other, with one RoIAlign per level for all of them."""
+    counts = torch.tensor([len(boxes) for boxes in regions])
+    images = torch.arange(len(regions)).repeat_interleave(counts)
+    return region_features(levels, torch.cat(regions), size, images)
 
 
 def _one(index: int, *maps: list[Tensor]) -> list[list[Tensor]]:

@@ -125,6 +125,16 @@ def test_no_region_gives_no_features() -> None:
     assert region_features(levels, torch.zeros(0, 4), 7).shape == (0, 8, 7, 7)
 
 
+def test_regions_of_several_images_are_read_each_from_its_own() -> None:
+    levels = [torch.randn(2, 8, 64 // 2**i, 96 // 2**i, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    boxes = torch.tensor([[4.0, 4, 40, 50], [10, 20, 300, 200], [0, 0, 20, 20]])
+    images = torch.tensor([1, 0, 1])
+    found = region_features(levels, boxes, 7, images)
+    for number, image in enumerate(images.tolist()):
+        alone = region_features([level[image : image + 1] for level in levels], boxes[number : number + 1], 7)
+        assert torch.equal(found[number : number + 1], alone)
+
+
 @needs_golden
 def test_region_features_are_mmdetections() -> None:
     levels = [stored(f"extractor.feat.{i}") for i in range(4)]

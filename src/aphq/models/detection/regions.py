@@ -20,13 +20,16 @@ def level_of(boxes: Tensor) -> Tensor:
     return torch.floor(torch.log2(side / FINEST_SIDE + 1e-6)).clamp(0, ROI_LEVELS - 1).long()
 
 
-def region_features(levels: Sequence[Tensor], boxes: Tensor, size: int) -> Tensor:
-    """[n, c, size, size] features of the boxes [n, 4] of one image; of the `levels` the first four are read."""
+def region_features(levels: Sequence[Tensor], boxes: Tensor, size: int, images: Tensor | None = None) -> Tensor:
+    """[n, c, size, size] features of the boxes [n, 4]; of the `levels` the first four are read. `images` [n] says in
+    which image of the batch each box lies, where there are several."""
+    lies_in = boxes.new_zeros(len(boxes)) if images is None else images.to(boxes)
+    numbered = torch.cat([lies_in[:, None], boxes], dim=1)
     out = levels[0].new_zeros(len(boxes), levels[0].shape[1], size, size)
     chosen = level_of(boxes)
     for number, (level, stride) in enumerate(zip(levels[:ROI_LEVELS], STRIDES, strict=False)):
         inside = (chosen == number).nonzero().flatten()
         if len(inside):
-            read = roi_align(level, [boxes[inside]], size, 1 / stride, sampling_ratio=0, aligned=True)
+            read = roi_align(level, numbered[inside], size, 1 / stride, sampling_ratio=0, aligned=True)
             out = out.index_put((inside,), read.to(out.dtype))
     return out
