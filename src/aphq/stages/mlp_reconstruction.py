@@ -130,11 +130,13 @@ def _prepare(
     batch, channels = samples.shape[1], len(mlp.fc2.weight)
     # the sum over the tokens, the mean over images and channels, of the plain output and of the clamped one
     both = torch.tensor([1.0, config.alpha], device=work.device) * (config.loss_scale / (batch * channels))
+    # a row is an image, or of scenes a token, of which every step has another number
+    of_images = None if work.images.ragged else both.repeat_interleave(batch // work.ranks.count)
 
     def loss_of(index: Tensor, now: Now) -> Tensor:
         hidden = relu_and_clamped(_learning(mlp.fc1, inputs[index]), bound)
         out = _learning(mlp.fc2, mlp.second(hidden)).flatten(0, 1)
-        factors = both[:, None].expand(hidden.shape[:2]).reshape(-1)  # of images, or of tokens
+        factors = both.repeat_interleave(hidden.shape[1]) if of_images is None else of_images
         return weighted_error(out, targets, index.repeat(2), importance, factors)
 
     loop = Loop(
