@@ -51,6 +51,7 @@ class OpenAttention(nn.Module):
         self.num_heads, self.scale, self.fused, self.given_scale = heads, scale, fused, given_scale
         self.qk = QuantizedProduct(heads)  # q k^T
         self.pv = QuantizedProduct(heads)  # softmax(...) v
+        self.in_bytes: Any = None  # how to do it all with integers (runtimes.int8)
 
     def projections(self) -> Projections | None:
         """None where queries, keys, values and output have no layers of their own."""
@@ -89,6 +90,8 @@ class OpenAttention(nn.Module):
         if self.qk.active or self.pv.active:
             if self._learning() and kernels.usable(q) and (bias is None or not bias.requires_grad):
                 return self._fused_core(q, k, v, bias)
+            if self.in_bytes is not None and self.in_bytes.fits(q):
+                return self.in_bytes(q, k, v, self.scale, bias)
             # the scale comes after the product of integers, where it costs nothing
             out: Tensor = self.pv(probabilities(self.qk(q, k.transpose(-2, -1)), self.scale, bias), v)
             return out

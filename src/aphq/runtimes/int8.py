@@ -12,8 +12,10 @@ import logging
 import torch
 from torch import Tensor, nn
 
+from aphq import kernels
 from aphq.export.formats import weight_format
 from aphq.models.architecture import replace_module
+from aphq.models.attention import OpenAttention, open_attentions
 from aphq.quant.affine import top_code
 from aphq.quant.layers import (
     QuantizedConv2d,
@@ -23,6 +25,7 @@ from aphq.quant.layers import (
     patches,
     quantized_sites,
 )
+from aphq.quant.quantizer import Quantizer
 
 log = logging.getLogger(__name__)
 SMALLEST_ROWS, MULTIPLE = 17, 8  # what CUDA's kernel takes
@@ -70,6 +73,12 @@ class Int8Linear(nn.Module):
         return codes.clamp_(-self.point, self.high - self.point).add_(self.point - self.shift).to(torch.int8)
 
     def forward(self, x: Tensor) -> Tensor:
+        if fused(x):
+            from aphq.kernels.integers import codes, linear
+
+            rows = codes(x, self.step, -self.point, self.high - self.point, self.shift - self.point).flatten(0, -2)
+            tensors = (self.integers, self.scale, self.bias, self.constant, self.column)
+            return linear(rows, *tensors, x.dtype).unflatten(0, x.shape[:-1])
         rows = self.quantize(x).flatten(0, -2)  # [rows, in]
         sums = self.multiply(rows)[: rows.shape[0], : self.features].add_(self.constant)
         if self.column.numel():
@@ -105,6 +114,46 @@ class Int8Patches(nn.Module):
         return out.permute(0, 3, 1, 2)
 
 
+class AttentionInBytes(nn.Module):
+    """Both products of an attention, and the softmax between them, by one kernel."""
+
+    affines: Tensor
+
+    def __init__(self, attention: OpenAttention) -> None:
+        super().__init__()
+        operands = (attention.qk.left, attention.qk.right, attention.pv.left, attention.pv.right)
+        each = [_affine(quantizer, attention.num_heads) for quantizer in operands if quantizer is not None]
+        self.register_buffer("affines", torch.stack(each), persistent=False)  # [operands, numbers, heads]
+
+    def fits(self, x: Tensor) -> bool:
+        return fused(x)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, factor: float, bias: Tensor | None) -> Tensor:
+        from aphq.kernels.integers import attention
+
+        return attention(q, k, v, factor, bias, self.affines)
+
+
+def _affine(quantizer: Quantizer, heads: int) -> Tensor:
+    """[4, heads]: scale, least and largest code less the zero-point, and what brings both into a signed byte."""
+    scale = quantizer.scale.detach().float().reshape(-1).expand(heads)
+    point = quantizer.zero_point.float().reshape(-1).expand(heads)
+    low, high = -point, top_code(quantizer.bits) - point
+    shift = torch.where((low >= -128) & (high <= 127), torch.zeros_like(low), low + 128)
+    return torch.stack([scale, low, high, shift])
+
+
+def fused(x: Tensor) -> bool:
+    """Whether Triton's kernels take this one. What is compiled as a whole is fused by the compiler."""
+    if torch.compiler.is_compiling() or not (x.is_cuda or kernels.interpreted):
+        return False
+    try:
+        from aphq.kernels import integers
+    except ImportError:
+        return False
+    return integers.usable(x)
+
+
 def to_int8(model: nn.Module) -> nn.Module:
     """Replace, in place, every layer that has integers for both its weight and its input; the rest is noted."""
     float_by_choice: list[str] = []
@@ -120,6 +169,10 @@ def to_int8(model: nn.Module) -> nn.Module:
             replace_module(model, name, Int8Patches(site))
         else:
             without_kernel.append(name)
+    for _, attention in open_attentions(model):
+        operands = (attention.qk.left, attention.qk.right, attention.pv.left, attention.pv.right)
+        if all(quantizer is not None for quantizer in operands):
+            attention.in_bytes = AttentionInBytes(attention)
     if float_by_choice:
         log.warning("not integers on both sides by the recipe, so still in float: %s", ", ".join(float_by_choice))
     if without_kernel:
