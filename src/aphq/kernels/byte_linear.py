@@ -28,6 +28,7 @@ class Tile(NamedTuple):
 LARGE, SMALL = Tile(128, 128, 128, 8, 3), Tile(64, 64, 128, 4, 4)
 FEW_ROWS = 2048  # so few large tiles would leave most of a GPU idle
 SMALLEST_INNER = 32  # of a product of bytes
+MASKED_INNER = 64  # where loads need masks, and may be of single bytes, which take more registers
 
 
 @triton.jit
@@ -110,7 +111,7 @@ def linear(
         rows, columns, inner, weight.shape[1],
         has_column=column.shape[0] > 0, relu=activation == "relu", gelu=activation == "gelu",
         emits=emits is not None, alike=emits is not None and emits.shape[1] == 1, whole=whole, even=even,
-        row_block=tile.rows, column_block=tile.columns, inner_block=step if even else tile.inner,
+        row_block=tile.rows, column_block=tile.columns, inner_block=step if even else MASKED_INNER,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
