@@ -2,8 +2,8 @@
 
     python benchmarks/byte_tiles.py --width 384 --heads 6 --tokens 197 --batch 256
 
-Its best go into `kernels.byte_linear.LARGE` and `kernels.byte_attention.BLOCK`. A tile that does not fit the GPU is
-shown with the reason.
+Its best go into `LARGE` and `LARGE_GELU` of `kernels.byte_linear` and `BLOCK` of `kernels.byte_attention`. A tile that
+does not fit the GPU is shown with the reason.
 """
 
 from __future__ import annotations

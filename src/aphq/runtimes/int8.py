@@ -1,8 +1,8 @@
 """The artifact run as integers in PyTorch: layers and attentions multiply int8 by int8 into int32.
 
-On GPUs that Triton knows, one kernel does all of a layer and one all of an attention, bytes flow between them, and
-`torch.compile` fuses the rest. Elsewhere `torch._int_mm` multiplies, and attention products are simulated in float.
-Convolutions that cut no patches stay simulated.
+On GPUs that Triton knows, one kernel does all of a layer and one all of an attention, and bytes flow between them.
+Elsewhere, and in what is compiled or exported, `torch._int_mm` multiplies, and attention products are simulated in
+float. Convolutions that cut no patches stay simulated.
 """
 
 from __future__ import annotations

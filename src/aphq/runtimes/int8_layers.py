@@ -28,8 +28,7 @@ SMALLEST_ROWS, MULTIPLE = 17, 8  # what CUDA's kernel takes
 
 class OnBytes(nn.Module):
     """What layers and attentions on bytes share: their own numbers stay float32 whatever the model is cast to, and
-    they know after every move whether the kernels work where they are. That is decided there, not while running: a
-    compiler that looks at the forward pass sees a constant."""
+    they know after every move whether the kernels work where they are."""
 
     weight: Tensor
 
@@ -51,12 +50,8 @@ class OnBytes(nn.Module):
 
     @property
     def uses_kernels(self) -> bool:
-        """A program of `torch.export` holds torch's own operations alone."""
-        return self.by_kernels and not _exporting()
-
-
-# torch before 2.7 cannot tell; there the answer is that of a function that looks at compilers in general
-_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+        """What is compiled or exported consists of torch's own operations."""
+        return self.by_kernels and not torch.compiler.is_compiling()
 
 
 def kernels_work(device: torch.device) -> bool:
@@ -133,7 +128,7 @@ class Int8Linear(OnBytes):
 
     def quantize(self, x: Tensor) -> Tensor:
         """The input's codes as signed bytes."""
-        if self.uses_kernels and not torch.compiler.is_compiling():  # a compiler fuses it with what comes before
+        if self.uses_kernels:
             from aphq.kernels.byte_codes import codes
 
             return codes(x, self.step, self.low, self.high, self.shift)
