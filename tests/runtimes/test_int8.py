@@ -14,13 +14,18 @@ import aphq
 from aphq.data.scenes import ScenePreprocessing
 from aphq.errors import ArtifactError
 from aphq.evaluation.coco import detect
+from aphq.models.architecture import predict
 from aphq.models.detection.family import family_of
 from aphq.quant.layers import QuantizedLinear
 from aphq.quant.quantizer import Quantizer
-from aphq.runtimes.int8 import Int8Linear, Int8Patches, to_int8
+from aphq.runtimes.fusing import activation_of
+from aphq.runtimes.int8 import AttentionInBytes, Int8Linear, Int8Patches, to_int8
+from aphq.runtimes.int8_layers import OnBytes
 
 from ..export.exports import calibrated, normalised, relative, small_run
 from ..models.detection.rcnn import photo, rcnn
+from ..models.families import FAMILIES
+from ..models.variants import family
 from ..runs import pixels
 from ..scenes_of import pictures, short_recipe
 
@@ -31,6 +36,56 @@ def test_it_computes_what_the_simulation_does(tiny_vit: nn.Module, bits: str, sy
     model = calibrated(tiny_vit, bits, weights__symmetric=symmetric)
     images = normalised(model, 8)
     assert relative(to_int8(copy.deepcopy(model))(images), model(images)) < 1e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family(name: str) -> None:
+    """Bytes flow wherever a tensor has one reader; whatever a family does between its layers needs floats."""
+    model = calibrated(family(name))
+    images = normalised(model, 4)
+    assert relative(predict(to_int8(copy.deepcopy(model)), images), predict(model, images)) < 1e-4
+
+
+def emitting(model: nn.Module) -> dict[str, str]:
+    """The layers and attentions that give bytes, and the activation that they apply."""
+    kinds = (Int8Linear, AttentionInBytes)
+    found = ((name, part) for name, part in model.named_modules() if isinstance(part, kinds))
+    return {name: getattr(part, "activation", "") for name, part in found if part.emits.numel()}
+
+
+@pytest.mark.parametrize(("act", "activation"), [(nn.GELU, "gelu"), (nn.ReLU, "relu")])
+def test_bytes_between_layers(vit: Any, act: type[nn.Module], activation: str) -> None:
+    model = to_int8(calibrated(vit(act_layer=act)))
+    blocks = ({f"blocks.{i}.attn.qkv": "", f"blocks.{i}.attn.in_bytes": ""} for i in range(2))
+    assert emitting(model) == {k: v for block in blocks for k, v in block.items()} | {
+        f"blocks.{i}.mlp.fc1": activation for i in range(2)
+    }
+    assert all(isinstance(block.mlp.act, nn.Identity) for block in model.blocks)  # type: ignore[union-attr]
+
+
+def test_floats_where_a_reader_is_not_an_integer(vit: Any) -> None:
+    """fc2 stays in float, the second product of an attention too: nobody has a scale for what reaches them."""
+    model = calibrated(vit(), **{"overrides__*.fc2": None, "overrides__blocks.0.attn.pv": None})
+    images = normalised(model, 4)
+    integer = to_int8(copy.deepcopy(model))
+    assert set(emitting(integer)) == {"blocks.1.attn.qkv", "blocks.1.attn.in_bytes"}
+    assert relative(integer(images), model(images)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("act", "found"),
+    [
+        (nn.GELU(), "gelu"),
+        (nn.ReLU(), "relu"),
+        (nn.GELU(approximate="tanh"), ""),
+        (nn.SiLU(), ""),
+        (nn.Identity(), ""),
+        (nn.Softmax(-1), ""),
+        (nn.GLU(), ""),
+    ],
+)
+def test_only_exact_activations_are_fused(act: nn.Module, found: str) -> None:
+    assert activation_of(act) == found
 
 
 def test_swin_and_sizes_that_kernels_do_not_like(tiny_swin: nn.Module, vit) -> None:  # type: ignore[no-untyped-def]
@@ -124,3 +179,34 @@ def test_on_a_gpu(tiny_vit: nn.Module) -> None:
     images = normalised(model, 8)
     found = to_int8(copy.deepcopy(model)).cuda()(images.cuda()).cpu()
     assert relative(found, model(images)) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["vit", "swin"])
+def test_compiled_on_a_gpu(kind: str, tiny_vit: nn.Module, tiny_swin: nn.Module) -> None:
+    model = calibrated({"vit": tiny_vit, "swin": tiny_swin}[kind])
+    images = normalised(model, 8)
+    integer = to_int8(copy.deepcopy(model)).cuda()
+    assert all(part.by_kernels for part in integer.modules() if isinstance(part, OnBytes))
+    torch.compiler.reset()
+    with torch.inference_mode():
+        found = torch.compile(integer, fullgraph=True)(images.cuda())
+    assert relative(found.cpu(), model(images)) < 1e-2
+
+
+@pytest.mark.gpu
+def test_exported_from_a_gpu_it_holds_operations_of_torch_alone(tiny_vit: nn.Module) -> None:
+    model = calibrated(tiny_vit)
+    images = normalised(model, 8).cuda()
+    integer = to_int8(copy.deepcopy(model)).cuda()
+    program = torch.export.export(integer, (images,), strict=False)
+    assert "triton" not in str(program.graph)
+    assert relative(program.module()(images).cpu(), integer(images).cpu()) < 1e-2
+
+
+@pytest.mark.gpu
+def test_moved_off_the_gpu_it_runs_without_kernels(tiny_vit: nn.Module) -> None:
+    model = calibrated(tiny_vit)
+    images = normalised(model, 8)
+    back = to_int8(copy.deepcopy(model)).cuda().cpu()
+    assert relative(back(images), model(images)) < 1e-4

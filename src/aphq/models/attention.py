@@ -44,6 +44,7 @@ class OpenAttention(nn.Module):
     """What all open attentions share: the products and the core between the projections."""
 
     late_scale = False  # where the original multiplies the scores, rather than the queries, if no kernel is fused
+    usual_core = True  # whether `OpenAttention.core` is all that lies between the projections
 
     def __init__(self, heads: int, scale: float, fused: bool, given_scale: float | None = None) -> None:
         """`given_scale` is what the original hands to the fused kernel, None if it leaves that to the kernel."""
@@ -51,6 +52,7 @@ class OpenAttention(nn.Module):
         self.num_heads, self.scale, self.fused, self.given_scale = heads, scale, fused, given_scale
         self.qk = QuantizedProduct(heads)  # q k^T
         self.pv = QuantizedProduct(heads)  # softmax(...) v
+        self.in_bytes: Any = None  # how to do it all with integers (runtimes.int8_attention)
 
     def projections(self) -> Projections | None:
         """None where queries, keys, values and output have no layers of their own."""
@@ -86,6 +88,8 @@ class OpenAttention(nn.Module):
     def core(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         """[batch, heads, tokens, channels] each -> the same; `bias` [periods, heads, tokens, tokens] is added to the
         scores, repeated over the batch."""
+        if self.in_bytes is not None:
+            return self.in_bytes(q, k, v, self.scale, bias)
         if self.qk.active or self.pv.active:
             if self._learning() and kernels.usable(q) and (bias is None or not bias.requires_grad):
                 return self._fused_core(q, k, v, bias)

@@ -23,6 +23,7 @@ class CosineAttention(OpenAttention):
     """What the opened attentions of all Swin V2 share; the batch is images times windows."""
 
     relative_position_index: Tensor
+    usual_core = False
 
     def __init__(self, heads: int, window_area: int, logit_scale: nn.Parameter, table: Tensor, index: Tensor) -> None:
         """`table` [distances, heads] is what the MLP says of every distance; `index` picks one for each pair."""

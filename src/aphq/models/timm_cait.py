@@ -41,6 +41,8 @@ from aphq.models.timm_parts import (
 class TalkingHeads(OpenAttention):
     """timm's `TalkingHeadAttn`: a layer mixes the heads' scores, another one their probabilities."""
 
+    usual_core = False
+
     def __init__(self, source: Any) -> None:
         super().__init__(source.num_heads, source.scale, fused=False)
         self.qkv, self.proj, self.proj_l, self.proj_w = source.qkv, source.proj, source.proj_l, source.proj_w
