@@ -6,7 +6,8 @@
 
 A base is a run of `accuracy.py`; each `--then` is joint tuning with the fields named, started from the base before it.
 A line says, for the images that were used and for those held out (each with its mirror image): the KL divergence from
-the float model, and the share of equal predictions.
+the float model, and the share of equal predictions. With `--by-unit` also, for each unit, the divergence when that unit
+alone is quantized: where the two kinds of images part, that unit has learned the images.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=3407)
     parser.add_argument("--base", action=InOrder, dest="jobs")
     parser.add_argument("--then", action=InOrder, dest="jobs")
+    parser.add_argument("--by-unit", action="store_true", help="the divergence that each unit of a base makes alone")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="a JSON lines file to append to")
     args = parser.parse_args()
 
@@ -72,9 +74,34 @@ def main() -> None:
             "held": measure(model, quantized, held, device),
             "seconds": round(seconds, 1), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         }  # fmt: skip
+        if args.by_unit and kind == "base":
+            line["by_unit"] = each_unit(model, quantized, (used.first(args.used or len(used)), held), device)
         with open(args.out, "a") as handle:
             handle.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
+
+
+def workspace(model, student, recipe, images, device):
+    """The float model, turned as the student was, and the student."""
+    from aphq.engine.folder import RunFolder
+    from aphq.engine.progress import Progress
+    from aphq.engine.store import Store
+    from aphq.engine.workspace import Workspace
+    from aphq.models.architecture import architecture_of
+    from aphq.stages.rotation import rotate
+
+    architecture = architecture_of(model)
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    store = Store(device, gpu_bytes=None, host_bytes=None, folder=None)
+    work = Workspace(
+        teacher, copy.deepcopy(student), architecture.units(teacher), images, recipe, device, store, RunFolder(None),
+        Progress(), streams=architecture.streams(teacher),
+    )  # fmt: skip
+    rotation = recipe.stage("rotation")
+    if rotation is not None:
+        rotate(work, rotation)
+    work.student = student
+    return work
 
 
 def tuned(model, base, text, images, device):
@@ -82,15 +109,9 @@ def tuned(model, base, text, images, device):
     import torch
 
     from aphq.artifact.info import info_of
-    from aphq.engine.folder import RunFolder
-    from aphq.engine.progress import Progress
-    from aphq.engine.store import Store
-    from aphq.engine.workspace import Workspace
-    from aphq.models.architecture import architecture_of
     from aphq.models.student import finalise
     from aphq.recipe import JointTuning
     from aphq.stages.joint_tuning import tune_jointly
-    from aphq.stages.rotation import rotate
 
     recipe = info_of(base).recipe.including(JointTuning())
     _, *changes = text.split(":")
@@ -99,22 +120,34 @@ def tuned(model, base, text, images, device):
         with contextlib.suppress(ValueError):
             value = json.loads(value)
         recipe = recipe.with_value(f"joint_tuning.{path}", value)
-    architecture = architecture_of(model)
-    teacher, student = copy.deepcopy(model).eval().requires_grad_(False), copy.deepcopy(base)
-    store = Store(device, gpu_bytes=None, host_bytes=None, folder=None)
-    work = Workspace(
-        teacher, student, architecture.units(teacher), images, recipe, device, store, RunFolder(None), Progress(),
-        streams=architecture.streams(teacher),
-    )  # fmt: skip
-    rotation = info_of(base).recipe.stage("rotation")
-    if rotation is not None:  # the base was turned with its own copy of the teacher; turn ours alike
-        work.student = copy.deepcopy(student)
-        rotate(work, rotation)
-        work.student = student
-    tune_jointly(work, recipe.stage("joint_tuning"))
+    student = copy.deepcopy(base)
+    tune_jointly(workspace(model, student, recipe, images, device), recipe.stage("joint_tuning"))
     finalise(student)
     torch.cuda.empty_cache()
     return student
+
+
+def each_unit(model, quantized, sets, device):
+    """{unit: [divergence on each set of images]} of the float model with that unit from the quantized one."""
+    import torch
+    import torch.nn.functional as F
+
+    from aphq.artifact.info import info_of
+    from aphq.models.architecture import run_units
+
+    work = workspace(model, quantized, info_of(quantized).recipe, sets[0], device)
+    found = {unit.name: [0.0] * len(sets) for unit in work.units}
+    for number, images in enumerate(sets):
+        for start in range(0, len(images), 128):
+            x = images.batch(slice(start, start + 128), device)
+            with torch.no_grad():
+                expected = run_units(work.teacher, work.units, x).log_softmax(1)
+                for place, unit in enumerate(work.units):
+                    logits = run_units(work.teacher, work.units[place + 1 :], run_units(quantized, [unit], x))
+                    divergence = F.kl_div(logits.log_softmax(1), expected, log_target=True, reduction="sum")
+                    found[unit.name][number] += float(divergence) / len(images)
+                    x = run_units(work.teacher, [unit], x)
+    return {name: [round(value, 4) for value in values] for name, values in found.items()}
 
 
 def measure(model, quantized, images, device):
