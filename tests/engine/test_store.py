@@ -46,6 +46,27 @@ def test_what_does_not_fit_any_more_goes_to_disk_and_space_is_given_back(tmp_pat
     assert torch.equal(first[0:10], ROWS)
 
 
+def test_a_gpu_that_another_process_filled_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = store(10 * BYTES)
+    space.free = {"gpu": 10 * BYTES, **space.free}
+    space.used["gpu"] = space.peak["gpu"] = 0
+    first = filled(space)
+    empty, asked = torch.empty, []
+
+    def full(*shape: object, **options: object) -> torch.Tensor:
+        asked.append(shape)
+        if len(asked) == 1:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return empty(*shape, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(torch, "empty", full)
+    second, third = filled(space), filled(space)
+    assert [rows.tier for rows in (first, second, third)] == ["gpu", "host", "host"]
+    assert len(asked) == 3, "it is not asked again"
+    assert space.used["gpu"] == BYTES
+    assert torch.equal(second[0:10], ROWS)
+
+
 def test_room_shrinks_with_what_is_kept_and_comes_back(tmp_path: Path) -> None:
     space = store(3 * BYTES, tmp_path)
     assert space.room("host") == 3 * BYTES

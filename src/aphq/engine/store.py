@@ -77,7 +77,11 @@ class Store:
             gib = next(iter(self.free.values())) / 2**30
             log.info("cached activations outgrow their %.1f GiB: some are kept %s, which is slower", gib, WHERE[tier])
         device = self.device if tier == "gpu" else torch.device("cpu")
-        data = self._on_disk(shape, size) if tier == "disk" else torch.empty(shape, device=device)
+        try:
+            data = self._on_disk(shape, size) if tier == "disk" else torch.empty(shape, device=device)
+        except torch.cuda.OutOfMemoryError:  # another process took what was free when this one began
+            self.free[tier] = self.used[tier]
+            return self.allocate(shape)
         self.used[tier] += size
         self.peak[tier] = max(self.peak[tier], self.used[tier])
 

@@ -34,7 +34,7 @@ def _bytes(*shape: int) -> Tensor:
 
 
 def _check_linear(device: torch.device) -> None:
-    """Tiles of both sizes; floats and bytes out of them."""
+    """All tiles; floats and bytes out of them."""
     x, steps = _bytes(40, 128), torch.linspace(0.5, 2, 40)
     sums = (x.int() @ x.int().T).float()
     x, ones, none = x.to(device), torch.ones(40, device=device), torch.empty(0, device=device).int()
@@ -45,8 +45,9 @@ def _check_linear(device: torch.device) -> None:
     emits = torch.stack([steps, *bounds, 1 / steps]).to(device)
     wanted = ((F.gelu(sums * 1e-4) / steps).round().clamp(-10, 100) - 5).to(torch.int8)
     numbers = (1e-4 * ones, 0 * ones, (0 * ones).int(), none)
-    found = byte_linear.linear(x, x, *numbers, torch.float32, "gelu", emits, tile=byte_linear.LARGE)
-    assert (found.cpu() != wanted).float().mean() < 0.01, "bytes of a layer are wrong"  # some lie on an edge
+    for tile in (byte_linear.LARGE, byte_linear.LARGE_GELU):
+        found = byte_linear.linear(x, x, *numbers, torch.float32, "gelu", emits, tile=tile)
+        assert (found.cpu() != wanted).float().mean() < 0.01, "bytes of a layer are wrong"  # some lie on an edge
 
 
 def _check_attention(device: torch.device) -> None:
