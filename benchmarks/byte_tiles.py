@@ -12,6 +12,8 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gpu_latency import race
+
 TILES = (
     (128, 128, 128, 8, 3),
     (128, 128, 128, 8, 2),
@@ -74,17 +76,9 @@ def microseconds(call: Callable[[], Any], rounds: int = 20) -> float:
     """The median."""
     import statistics
 
-    import torch
-
-    times = []
-    for _ in range(rounds + 5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    for _ in range(5):
         call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1000 * start.elapsed_time(end))
-    return statistics.median(times[5:])
+    return 1000 * statistics.median(race({"": call}, rounds)[""])
 
 
 if __name__ == "__main__":

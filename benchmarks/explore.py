@@ -94,13 +94,14 @@ def workspace(model, student, recipe, images, device):
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
     store = Store(device, gpu_bytes=None, host_bytes=None, folder=None)
     work = Workspace(
-        teacher, copy.deepcopy(student), architecture.units(teacher), images, recipe, device, store, RunFolder(None),
-        Progress(), streams=architecture.streams(teacher),
+        teacher, student, architecture.units(teacher), images, recipe, device, store, RunFolder(None), Progress(),
+        streams=architecture.streams(teacher),
     )  # fmt: skip
     rotation = recipe.stage("rotation")
-    if rotation is not None:
+    if rotation is not None:  # the student was turned with its own copy of the teacher; turn ours alike
+        work.student = copy.deepcopy(student)
         rotate(work, rotation)
-    work.student = student
+        work.student = student
     return work
 
 

@@ -33,6 +33,7 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> dict:
     import copy
+    from functools import partial
 
     import timm
     import torch
@@ -64,10 +65,10 @@ def measure(args: argparse.Namespace) -> dict:
         expected = simulated.cuda()(images[:8])
         for name, (one, pixels, compiled) in variants.items():
             try:
-                call = torch.compile(one, mode=args.mode) if compiled else one
+                call = partial(torch.compile(one, mode=args.mode) if compiled else one, pixels)
                 for _ in range(5):
-                    out = call(pixels)
-                ready[name] = (call, pixels)
+                    out = call()
+                ready[name] = call
                 rows[name] = {"error": round(float((out[:8].float() - expected).norm() / expected.norm()), 4)}
             except Exception as problem:
                 rows[name] = {"failed": " ".join(str(problem).split())[:300]}
@@ -90,15 +91,16 @@ def measure(args: argparse.Namespace) -> dict:
     }
 
 
-def race(ready, rounds: int) -> dict:
+def race(calls, rounds: int) -> dict:
+    """{name: milliseconds of each round}; the calls take turns."""
     import torch
 
-    times = {name: [] for name in ready}
+    times = {name: [] for name in calls}
     for _ in range(rounds):
-        for name, (call, pixels) in ready.items():
+        for name, call in calls.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            call(pixels)
+            call()
             end.record()
             torch.cuda.synchronize()
             times[name].append(start.elapsed_time(end))

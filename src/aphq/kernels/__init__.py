@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,18 +21,32 @@ interpreted = False  # on the CPU too, slowly, by Triton's own interpreter (TRIT
 
 def usable(x: Tensor) -> bool:
     """Whether the kernels can take this tensor."""
-    return switched_on and x.dtype == torch.float32 and (x.is_cuda or interpreted) and _triton_works(x.device)
+    return x.dtype == torch.float32 and wanted_on(x.device) and _triton_works(x.device)
+
+
+def wanted_on(device: torch.device) -> bool:
+    """Whether a device is one for kernels, if they work there."""
+    return switched_on and (device.type == "cuda" or interpreted)
 
 
 @functools.cache
 def _triton_works(device: torch.device) -> bool:
     """Whether a kernel can be compiled and launched: Triton needs a C compiler, and a GPU that it knows."""
-    try:
+
+    def launch() -> None:
         from aphq.kernels.relu import relu_and_clamped
 
         relu_and_clamped(torch.zeros(1, device=device), 1.0)
+
+    return passes(launch, "Triton")
+
+
+def passes(check: Callable[[], None], which: str) -> bool:
+    """Whether a trial of some kernels succeeds; if not, the log says why."""
+    try:
+        check()
     except Exception as problem:
         reason = str(problem).strip().split("\n")[0] or type(problem).__name__
-        log.warning("Triton kernels do not work here (%s); running without them, with the same result", reason)
+        log.warning("%s kernels do not work here (%s); running without them, with the same result", which, reason)
         return False
     return True

@@ -178,23 +178,20 @@ def attention(
     if batch == 0:
         return out.transpose(1, 2)
     once = keys <= block.most_keys
-    query_block = min(block.queries, _power_of_2(queries, SMALLEST))
-    key_block = _power_of_2(keys, SMALLEST_INNER) if once else KEYS
-    _byte_attention[(-(-queries // query_block) * batch * heads,)](
+    query_block = min(block.queries, _side(queries, SMALLEST))
+    key_block = _side(keys, SMALLEST_INNER) if once else KEYS
+    _byte_attention[(triton.cdiv(queries, query_block) * batch * heads,)](
         q, k, v, q if bias is None else bias, affines, affines if emits is None else emits, out, factor,
         heads, queries, keys, channels, width, 1 if bias is None else bias.shape[0],
         *q.stride(), *k.stride(), *v.stride(),
         given=q.dtype == torch.int8, qk_shifted=qk_shifted, v_shifted=v_shifted, has_bias=bias is not None,
         emits=emits is not None, once=once, query_block=query_block, key_block=key_block,
-        channel_block=_power_of_2(channels, SMALLEST_INNER), width_block=_power_of_2(width, SMALLEST),
+        channel_block=_side(channels, SMALLEST_INNER), width_block=_side(width, SMALLEST),
         num_warps=block.warps,
     )  # fmt: skip
     return out.transpose(1, 2)
 
 
-def _power_of_2(size: int, smallest: int) -> int:
-    """The first that is not less than either."""
-    power = smallest
-    while power < size:
-        power *= 2
-    return power
+def _side(size: int, smallest: int) -> int:
+    """Of a tile that holds so many; `smallest` is a power of 2 too."""
+    return max(smallest, int(triton.next_power_of_2(size)))

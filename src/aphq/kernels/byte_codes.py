@@ -34,5 +34,5 @@ def codes(x: Tensor, scale: float, low: int, high: int, shift: int) -> Tensor:
     out = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     numbers = (scale, float(low), float(high), float(shift), x.numel())
     if x.numel():
-        _codes[(-(-x.numel() // BLOCK),)](x, out, *numbers, block=BLOCK)
+        _codes[(triton.cdiv(x.numel(), BLOCK),)](x, out, *numbers, block=BLOCK)
     return out

@@ -108,7 +108,7 @@ def linear(
         tile = SMALL if rows <= FEW_ROWS else large
     step = min(tile.inner, inner & -inner)  # a power of 2 that divides the sum leaves no rest to mask
     even = step >= SMALLEST_INNER
-    _byte_linear[(-(-rows // tile.rows) * -(-columns // tile.columns),)](
+    _byte_linear[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)](
         x, weight, scale, bias, constant, column, scale if emits is None else emits, out,
         rows, columns, inner, weight.shape[1],
         has_column=column.shape[0] > 0, relu=activation == "relu", gelu=activation == "gelu",

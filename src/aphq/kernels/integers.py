@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import functools
-import logging
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aphq.kernels import byte_attention, byte_codes, byte_linear
+from aphq.kernels import byte_attention, byte_codes, byte_linear, passes
 
-log = logging.getLogger(__name__)
 TWO_PASSES = byte_attention.BLOCK._replace(most_keys=0)
 
 
 @functools.cache
 def right(device: torch.device) -> bool:
     """Whether they can be compiled for a device, and compute what they should there."""
-    try:
-        with torch.inference_mode():
-            _check_linear(device)
-            _check_attention(device)
-    except Exception as problem:
-        reason = str(problem).strip().split("\n")[0] or type(problem).__name__
-        log.warning("integer kernels do not work here (%s); running without them, with the same result", reason)
-        return False
-    return True
+
+    @torch.inference_mode()
+    def check() -> None:
+        _check_linear(device)
+        _check_attention(device)
+
+    return passes(check, "integer")
 
 
 def _bytes(*shape: int) -> Tensor:

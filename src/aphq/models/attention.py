@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from aphq import kernels
 from aphq.quant.affine import top_code
 from aphq.quant.layers import QuantizedProduct
+from aphq.quant.quantizer import Quantizer
 
 TOKENS_BY = 4  # TF32 products of odd sizes run at a fraction of the speed
 
@@ -64,6 +65,11 @@ class OpenAttention(nn.Module):
         return Projections(q, k, v, proj)
 
     @property
+    def operand_quantizers(self) -> tuple[Quantizer | None, ...]:
+        """The quantizers of queries, keys, softmax and values."""
+        return self.qk.left, self.qk.right, self.pv.left, self.pv.right
+
+    @property
     def direct(self) -> bool:
         """Whether queries and keys reach their product as the layers give them."""
         return self._all_identity("q_norm", "k_norm")
@@ -105,8 +111,7 @@ class OpenAttention(nn.Module):
         return probabilities((q * self.scale) @ k.transpose(-2, -1), 1.0, bias) @ v
 
     def _learning(self) -> bool:
-        operands = (self.qk.left, self.qk.right, self.pv.left, self.pv.right)
-        return all(quantizer is not None and quantizer.learning for quantizer in operands)
+        return all(quantizer is not None and quantizer.learning for quantizer in self.operand_quantizers)
 
     def _fused_core(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         """The quantized core by kernels. Tokens are filled up with zeros to a number that fast products like."""

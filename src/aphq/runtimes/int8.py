@@ -41,8 +41,7 @@ def to_int8(model: nn.Module) -> nn.Module:
         else:
             without_kernel.append(name)
     for _, attention in open_attentions(model):
-        operands = (attention.qk.left, attention.qk.right, attention.pv.left, attention.pv.right)
-        if attention.usual_core and all(quantizer is not None and quantizer.settled for quantizer in operands):
+        if attention.usual_core and all(one is not None and one.settled for one in attention.operand_quantizers):
             attention.in_bytes = AttentionInBytes(attention)
     fuse(model, mlps)
     if float_by_choice:

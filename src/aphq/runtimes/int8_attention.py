@@ -19,8 +19,9 @@ class AttentionInBytes(OnBytes):
 
     def __init__(self, attention: OpenAttention) -> None:
         super().__init__()
-        operands = (attention.qk.left, attention.qk.right, attention.pv.left, attention.pv.right)
-        each = torch.stack([affine_of(one, attention.num_heads) for one in operands if one is not None])
+        each = torch.stack(
+            [affine_of(one, attention.num_heads) for one in attention.operand_quantizers if one is not None]
+        )
         self.register_buffer("affines", each, persistent=False)  # [q, k, softmax and v; numbers; heads]
         self.register_buffer("emits", torch.empty(0), persistent=False)  # [5]
         self.qk_shifted, self.v_shifted = bool(each[:2, 3].any()), bool(each[3, 3].any())

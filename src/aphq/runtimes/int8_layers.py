@@ -56,7 +56,7 @@ class OnBytes(nn.Module):
 
 def kernels_work(device: torch.device) -> bool:
     """Whether there are kernels for a device, which compute what they should."""
-    if not kernels.switched_on or not (device.type == "cuda" or (device.type == "cpu" and kernels.interpreted)):
+    if not kernels.wanted_on(device):
         return False
     try:
         from aphq.kernels import integers
