@@ -148,12 +148,17 @@ class ErrorCompensation:
 
 @dataclass(frozen=True)
 class BlockReconstruction:
-    """Learned rounding and activation scales, unit by unit, with QDrop (paper Sec. 3.2 and Algorithm 1)."""
+    """Learned weights and activation scales, unit by unit, with QDrop (paper Sec. 3.2 and Algorithm 1).
+
+    Weights learn their rounding, up or down from where they are, with a pull to either side (AdaRound).
+    Given a `weight_lr` they learn straight through the rounding to the nearest instead, and may go to any code.
+    """
 
     kind: Literal["block_reconstruction"] = "block_reconstruction"
     steps: int = 20_000
     batch: int = 32
     rounding_lr: float = 1e-3  # Adam, constant
+    weight_lr: float = 0.0  # in steps of the weight's grid, cosine to zero; 0 learns the rounding, as published
     scale_lr: float = 4e-5  # Adam, cosine to zero
     float_lr: float = 0.0  # of what stays in float (biases, norms), cosine to zero; 0 leaves it alone, as published
     quantized_share: float = 0.5  # QDrop inside the unit: the chance of an activation to be quantized

@@ -13,7 +13,7 @@ from aphq.models import architecture_named, architecture_of
 from aphq.models.architecture import check_units, predict, replace_module, run_units
 
 from ..conftest import VIT, scramble
-from .variants import images_for
+from .variants import assert_same, images_for, last_bits
 
 Build = Callable[..., nn.Module]
 # packed projections and loose biases become layers; the MLP behind Swin V2's position bias becomes a table
@@ -68,13 +68,13 @@ def test_a_description_rebuilds_the_model(variant: Any) -> None:
 def test_opening_the_attention_changes_no_bit(variant: Any) -> None:
     architecture = architecture_of(variant)
     images = images_for(variant)
-    before, names = predict(variant, images), set(variant.state_dict())
+    before, names, tolerance = predict(variant, images), set(variant.state_dict()), last_bits(variant)
     architecture.open_attention(variant)
-    assert torch.equal(predict(variant, images), before)
+    assert_same(predict(variant, images), before, tolerance)
     renamed = set(variant.state_dict()) ^ names
     assert all(any(part in name for part in MAY_CHANGE) for name in renamed), renamed
     architecture.check(variant)
-    assert torch.equal(run_units(variant, architecture.units(variant), images), before)
+    assert_same(run_units(variant, architecture.units(variant), images), before, tolerance)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

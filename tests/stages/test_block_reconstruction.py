@@ -51,7 +51,7 @@ def loss(work: Workspace, student: nn.Module) -> float:
 
 @pytest.mark.parametrize("family", ["vit", "swin"])
 def test_reconstruction_beats_scale_search_alone(request: pytest.FixtureRequest, family: str, tmp_path: Path) -> None:
-    work = searched(request.getfixturevalue(family)(), **LONGER)
+    work = searched(request.getfixturevalue(family)(), **{**LONGER, "block_reconstruction__steps": 300})
     search_only = copy.deepcopy(work.student)
     finalise(search_only)
     weights = {n: m.weight.clone() for n, m in work.student.named_modules() if isinstance(m, QuantizedLayer)}
@@ -83,6 +83,25 @@ def test_reconstruction_beats_scale_search_alone(request: pytest.FixtureRequest,
         assert not quantizer.scale.requires_grad
         changed += not torch.equal(quantizer.scale, before[name])
     assert changed >= 8, "activation scales are learned"
+
+
+def test_weights_that_learn_straight_through_go_to_any_code(tiny_vit: nn.Module) -> None:
+    by_rounding, straight = searched(tiny_vit, **LONGER), searched(tiny_vit, **LONGER)
+    reconstruct(by_rounding)
+    straight.recipe = straight.recipe.with_value("block_reconstruction.weight_lr", 0.05)
+    weights = {n: m.weight.clone() for n, m in straight.student.named_modules() if isinstance(m, QuantizedLayer)}
+    reconstruct(straight)
+    assert loss(straight, straight.student) < 0.9 * loss(by_rounding, by_rounding.student)
+    farthest = 0.0
+    for name, layer in straight.student.named_modules():
+        if isinstance(layer, QuantizedLayer):
+            quantizer = layer.weight_quantizer
+            assert quantizer is not None
+            assert layer.rounding is None
+            assert torch.equal(layer.weight, quantizer(layer.weight)), "on the grid"
+            nearest = quantizer.codes(weights[name])
+            farthest = max(farthest, float((quantizer.codes(layer.weight) - nearest).abs().max()))
+    assert farthest >= 2, "farther than up or down"
 
 
 def test_each_unit_learns(tiny_vit: nn.Module, tmp_path: Path) -> None:

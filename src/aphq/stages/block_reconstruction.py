@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 from aphq import settings
-from aphq.engine.loop import Curve, Group, Loop, LossOf, Now, constant, cosine, draw_samples
+from aphq.engine.loop import Curve, Group, Loop, LossOf, Now, by_magnitude, constant, cosine, draw_samples
 from aphq.engine.ragged import StateRows
 from aphq.engine.seeds import generator_for, seed_for, seeded
 from aphq.engine.workspace import Visit, Workspace
 from aphq.models.architecture import State, Unit, made
 from aphq.models.student import enable
+from aphq.quant.quantizer import Quantizer
 from aphq.quant.rounding import LearnedRounding
+from aphq.quant.straight_through import StraightThrough
 from aphq.stages.batches import map_error, mixed_rows, recordable, weighted_error
 from aphq.stages.importance import ImportanceMap, Importances
-from aphq.stages.learnable import Learnable, unit_modules
+from aphq.stages.learnable import Learnable, Rounding, unit_modules
 
 FIRST_SCENES = 32  # the error to start from is a mean over these: they come one by one, and one may hold no object
 ErrorOf = Callable[[Any, Tensor], Tensor]  # (outputs, their indices) -> scalar
@@ -61,10 +63,10 @@ def _reconstruct(
     parameters = [*learned.scales, *(learned.rest if config.float_lr else ())]
     with (
         seeded(work.recipe.seed, config.NAME, unit.name, device=device),
-        learned.rounded_by(lambda w, q: LearnedRounding(w, q, config.zeta, config.gamma), parameters),
+        learned.rounded_by(_rounding(config), parameters),
     ):
-        roundings: list[Any] = learned.roundings
-        if steps == 0 or not (roundings or parameters):
+        roundings = [rounding for rounding in learned.roundings if isinstance(rounding, LearnedRounding)]
+        if steps == 0 or not (learned.roundings or parameters):
             return Curve(torch.empty(0), None)
         mixing = learned.drop(config.input_quantized_share, 0)
 
@@ -100,6 +102,12 @@ def _reconstruct(
     if config.views.every:
         work.refresh(visit, work.image_rows())  # the walk goes on as it would after a stop
     return curve
+
+
+def _rounding(config: settings.BlockReconstruction) -> Callable[[Tensor, Quantizer], Rounding]:
+    if config.weight_lr:
+        return StraightThrough
+    return lambda weight, quantizer: LearnedRounding(weight, quantizer, config.zeta, config.gamma)
 
 
 def _error(work: Workspace, importance: ImportanceMap, visit: Visit, batch: int) -> ErrorOf:
@@ -142,6 +150,7 @@ def _loop(
         loss_of=loss_of,
         groups=[
             Group(alphas, constant(config.rounding_lr, steps)),
+            *by_magnitude(learned.masters, config.weight_lr, steps),
             Group(learned.scales, cosine(config.scale_lr, steps)),
             Group(learned.rest if config.float_lr else [], cosine(config.float_lr, steps)),
         ],

@@ -73,12 +73,10 @@ def _loop(work: Workspace, config: settings.JointTuning, learned: Learnable) -> 
         work.views(config.views, config.NAME, str(step), into=held)
 
     scales = [(p, float(p.data.mean())) for p in (*learned.scales, *learned.weight_scales) if p.requires_grad]
-    masters = [r for r in learned.roundings if isinstance(r, StraightThrough)]
-    weights = [(r.master, float(r.quantizer.scale.data.mean())) for r in masters]
     return Loop(
         loss_of=loss_of,
         groups=[
-            *by_magnitude(weights, config.weight_lr, steps),
+            *by_magnitude(learned.masters, config.weight_lr, steps),
             *by_magnitude(scales, config.scale_lr, steps),
             Group(learned.rest if config.float_lr else [], cosine(config.float_lr, steps)),
         ],

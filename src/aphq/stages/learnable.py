@@ -93,6 +93,12 @@ class Learnable:
         return [layer.rounding for layer in self.layers if layer.rounding is not None]
 
     @property
+    def masters(self) -> list[tuple[Tensor, float]]:
+        """Weights that learn straight through their rounding, each with the step of its grid."""
+        straight = [rounding for rounding in self.roundings if isinstance(rounding, StraightThrough)]
+        return [(rounding.master, float(rounding.quantizer.scale.data.mean())) for rounding in straight]
+
+    @property
     def scales(self) -> list[Tensor]:
         """Of activations."""
         return [quantizer.scale for quantizer in self.inputs]
