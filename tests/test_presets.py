@@ -4,7 +4,7 @@ import pytest
 
 from aphq.errors import RecipeError
 from aphq.presets import PRESETS, Effort, preset, round_to_nearest
-from aphq.recipe import LayerNormReparameterisation, Recipe, ScaleSearch
+from aphq.recipe import BlockReconstruction, LayerNormReparameterisation, Recipe, ScaleSearch
 
 
 @pytest.mark.parametrize("effort", get_args(Effort))
@@ -21,6 +21,15 @@ def test_efforts_differ_in_work() -> None:
     assert "block_reconstruction" not in stages["fast"]
     assert 0 < stages["balanced"]["block_reconstruction"].steps < stages["paper"]["block_reconstruction"].steps
     assert preset("w4a4", "paper").calibration.augment
+
+
+def test_weights_of_few_bits_go_to_any_code_at_balanced_and_learn_their_rounding_where_that_is_published() -> None:
+    rates = {}
+    for effort in ("balanced", "paper", "best"):
+        for bits in ("w3a3", "w4a8", "w6a6", "w8a4"):
+            (stage,) = (s for s in preset(bits, effort).stages if isinstance(s, BlockReconstruction))
+            rates[effort, bits] = stage.weight_lr > 0
+    assert {key for key, learns in rates.items() if learns} == {("balanced", "w3a3"), ("balanced", "w4a8")}
 
 
 def test_without_gradients_few_bits_are_compensated_for() -> None:

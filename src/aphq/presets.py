@@ -4,8 +4,8 @@ The efforts differ in which stages run and for how long:
 
 fast      reparameterisation and scale search, and for weights of 4 bits and less error compensation: seconds on a GPU,
           a minute or two on a laptop
-balanced  every stage, with a few hundred to two thousand steps per unit and the `fisher` importance, which is seeded
-          and needs only a few passes for all units
+balanced  every stage, with a few hundred to a thousand steps per unit, weights of few bits learning straight through
+          their rounding, and the `fisher` importance, which is seeded and needs only a few passes for all units
 paper     the published recipe: 20 000 steps per unit, augmented images, the `aph` importance
 best      a rotated model, 10 000 steps per unit on each image and 31 views of it, then the whole network tuned jointly
           on fresh views
@@ -41,6 +41,10 @@ Effort = Literal["fast", "balanced", "paper", "best"]
 PRESETS = ("w8a8", "w6a6", "w4a8", "w4a4", "w3a3")
 EIGHT_BITS = 8  # as wide as the integers of the kernels: a zero-point of its own would no longer fit beside the codes
 MLP_RATE = 4e-4  # ten times the published one: with so few steps its MLPs stop half-way (results/README.md)
+# Steps of its grid that a weight may move per step of learning. In a thousand steps weights that may go to any code do
+# better on images they have not seen than weights that learn to go up or down, and more so with fewer inputs from the
+# quantized prefix (results/README.md). Not measured beyond four bits, where there is less to learn.
+WEIGHT_RATE, QUANTIZED_INPUTS = 0.003, 0.25
 # Up to here activations lack the levels for GELU's long flat tail, so that MLP reconstruction pays, and weights those
 # that would make their rounding harmless, so that error compensation does where nothing learns.
 LOW_BITS = 4
@@ -102,6 +106,8 @@ def _stages(weight_bits: int, activation_bits: int, effort: str) -> tuple[Stage,
         steps = steps if effort == "balanced" else 10_000
         mlp = replace(mlp, steps=steps, importance=importance, learning_rate=MLP_RATE)
         blocks = replace(blocks, steps=steps, importance=importance)
+    if effort == "balanced" and weight_bits <= LOW_BITS:
+        blocks = replace(blocks, weight_lr=WEIGHT_RATE, input_quantized_share=QUANTIZED_INPUTS)
     if effort == "best":
         views = Views(copies=31, mixup=0.5, cutmix=0.5)
         mlp = replace(mlp, views=replace(views, copies=7))  # does not over-fit, and holds several MLPs' rows at once

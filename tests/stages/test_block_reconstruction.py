@@ -19,7 +19,12 @@ from aphq.stages.scale_search import search_scales
 
 from ..runs import all_images, pixels, short, workspace
 
+AS_PUBLISHED: dict[str, Any] = {
+    "block_reconstruction__weight_lr": 0.0,
+    "block_reconstruction__input_quantized_share": 0.5,
+}
 LONGER: dict[str, Any] = {
+    **AS_PUBLISHED,
     "block_reconstruction__steps": 120,
     "block_reconstruction__rounding_lr": 1e-2,
     "block_reconstruction__scale_lr": 1e-3,
@@ -115,7 +120,7 @@ def test_each_unit_learns(tiny_vit: nn.Module, tmp_path: Path) -> None:
 def test_the_error_is_recorded_apart_from_the_term_that_decides_the_rounding(
     tiny_vit: nn.Module, tmp_path: Path
 ) -> None:
-    work = searched(tiny_vit, block_reconstruction__steps=10, block_reconstruction__warmup=0.5)
+    work = searched(tiny_vit, **AS_PUBLISHED, block_reconstruction__steps=10, block_reconstruction__warmup=0.5)
     for unit in reconstruct(work, tmp_path):
         losses, errors = unit["losses"], unit["errors"]
         assert errors[:5] == losses[:5], "there is no other term during the warm-up"

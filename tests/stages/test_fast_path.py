@@ -73,6 +73,7 @@ def prepared(model: nn.Module, device: torch.device, steps: int, kind: str, batc
         scale_search__method="minmax",
         mlp_reconstruction__batch=batch,
         block_reconstruction__batch=batch,
+        block_reconstruction__weight_lr=0.0,  # the rounding has a kernel of its own
     )
     work = workspace(model, recipe, pixels(16))
     for unit in work.units:
