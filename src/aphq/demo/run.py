@@ -24,7 +24,6 @@ def demo_recipe(bits: str) -> Recipe:
         "steps": STEPS,
         "importance.probes": 1,
         "block_reconstruction.weight_lr": 0.03,  # few steps must be large ones, and may go to any code
-        "block_reconstruction.input_quantized_share": 0.25,
         "scale_search.candidates": 32,
         "scale_search.rounds": 1,
         "scale_search.tokens": 512,

@@ -2,7 +2,7 @@
 
 Each class takes over the children and parameters of the module it replaces, under the same names where they are layers.
 While neither product is active it calls the same fused kernel as the original, so an unquantized model is the original
-bit for bit.
+bit for bit (but for torch's own `nn.MultiheadAttention`, which on some processors adds up in another order).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Block reconstruction: rounding and activation scales learned unit by unit (QDrop + AdaRound, paper Sec. 3.2).
+"""Block reconstruction: weights and activation scales learned unit by unit (QDrop + AdaRound, paper Sec. 3.2).
 
 Each unit is trained to give the float teacher's output from a mix of the teacher's and the quantized prefix's input,
 with every activation inside it quantized or not at random, under the importance-weighted error (Eq. 9); the head is
-trained on the distillation loss itself. Then its weights are rounded for good and the walk moves on.
+trained on the distillation loss itself. Weights learn their rounding, or, given a rate of their own, straight through
+it. Then they are rounded for good and the walk moves on.
 """
 
 from __future__ import annotations
