@@ -153,7 +153,7 @@ def test_a_loss_starts_where_it_should_whatever_the_first_image_holds(tmp_path: 
     changes = {
         "block_reconstruction__steps": 120,
         "block_reconstruction__regulariser": 0.0,
-        "block_reconstruction__rounding_lr": 1e-12,
+        "block_reconstruction__weight_lr": 1e-12,
         "block_reconstruction__scale_lr": 1e-12,
         "mlp_reconstruction__steps": 0,
     }
