@@ -66,7 +66,7 @@ def _reconstruct(
         seeded(work.recipe.seed, config.NAME, unit.name, device=device),
         learned.rounded_by(_rounding(config), parameters),
     ):
-        roundings = [rounding for rounding in learned.roundings if isinstance(rounding, LearnedRounding)]
+        roundings = learned.up_or_down
         if steps == 0 or not (learned.roundings or parameters):
             return Curve(torch.empty(0), None)
         mixing = learned.drop(config.input_quantized_share, 0)
@@ -146,11 +146,10 @@ def _loop(
     regulariser[:warm] = 0
     beta = torch.full((steps,), config.beta_start)
     beta[warm:] = torch.linspace(config.beta_start, config.beta_end, steps - warm)
-    alphas = [rounding.alpha for rounding in learned.roundings if isinstance(rounding, LearnedRounding)]
     return Loop(
         loss_of=loss_of,
         groups=[
-            Group(alphas, constant(config.rounding_lr, steps)),
+            Group([rounding.alpha for rounding in learned.up_or_down], constant(config.rounding_lr, steps)),
             *by_magnitude(learned.masters, config.weight_lr, steps),
             Group(learned.scales, cosine(config.scale_lr, steps)),
             Group(learned.rest if config.float_lr else [], cosine(config.float_lr, steps)),

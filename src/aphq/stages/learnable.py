@@ -93,6 +93,11 @@ class Learnable:
         return [layer.rounding for layer in self.layers if layer.rounding is not None]
 
     @property
+    def up_or_down(self) -> list[LearnedRounding]:
+        """The roundings that are learned."""
+        return [rounding for rounding in self.roundings if isinstance(rounding, LearnedRounding)]
+
+    @property
     def masters(self) -> list[tuple[Tensor, float]]:
         """Weights that learn straight through their rounding, each with the step of its grid."""
         straight = [rounding for rounding in self.roundings if isinstance(rounding, StraightThrough)]
