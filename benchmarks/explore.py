@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--weights", required=True)
     parser.add_argument("--calib", required=True)
     parser.add_argument("--hold", type=int, default=224, help="images held out of 1024")
+    parser.add_argument("--use", type=int, default=None, help="quantize with so many of the others; default all")
     parser.add_argument("--used", type=int, default=None, help="measure on so many of the used images; default all")
     parser.add_argument("--seed", type=int, default=3407)
     parser.add_argument("--base", action=InOrder, dest="jobs")
@@ -56,8 +57,8 @@ def main() -> None:
     extra = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(args.model_args).items()}
     model = load_model(args.model, args.weights, **extra).to(device)
     every = load_calibration(args.calib, Preprocessing.of_model(model), count=1024, seed=args.seed, whole=True)
-    used = every.first(len(every) - args.hold)
-    held = replace(every, images=every.images[len(used) :], names=(), whole=None, aspects=None)
+    used = every.first(args.use or len(every) - args.hold)
+    held = replace(every, images=every.images[len(every) - args.hold :], names=(), whole=None, aspects=None)
     base_model, base_name = None, ""
     for kind, text in args.jobs:
         started = time.time()
@@ -70,6 +71,7 @@ def main() -> None:
         seconds = time.time() - started
         line = {
             "model": args.model, "base": base_name, "then": text if kind == "then" else "", "seed": args.seed,
+            "quantized_with": len(used),
             "used": measure(model, quantized, used.first(args.used or len(used)), device),
             "held": measure(model, quantized, held, device),
             "seconds": round(seconds, 1), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",

@@ -71,6 +71,7 @@ class Views:
 
     every: int = 0  # steps from one view of each image to the next; 0 keeps the images as they are
     copies: int = 0  # or: how many views of each image are held beside it from the start
+    gigabytes: float = 20.0  # fewer are, where they and what one unit makes of them would take more than this
     smallest_crop: float = 0.25  # share of the picture's area that a crop shows at least
     jitter: float = 0.4  # brightness, contrast and saturation each by a factor in 1 +- jitter
     mixup: float = 0.0  # share of the views that are blended with another image

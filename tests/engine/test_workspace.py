@@ -1,4 +1,5 @@
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -89,6 +90,23 @@ def test_a_pool_holds_the_images_and_views_of_each(tiny_vit: nn.Module) -> None:
     assert torch.equal(work.pool(Views(copies=2), "a stage")[slice(6, 12)], first), "a run that goes on sees the same"
     assert isinstance(work.pool(Views(), "a stage"), ImageRows)
     assert all(len(visit.teacher_out) == len(visit.student_in) == 18 for visit in work.walk(pool))
+
+
+@pytest.mark.parametrize("family", ["tiny_vit", "tiny_swin"])
+def test_a_pool_holds_as_many_views_as_the_largest_activations_leave_room_for(
+    family: str, request: pytest.FixtureRequest
+) -> None:
+    work = workspace(request.getfixturevalue(family), short(), pixels(6))
+    largest = max(rows[slice(0, 1)].numel() for visit in work.walk() for rows in (visit.teacher_in, visit.teacher_out))
+    for fit, room in ((2, 3.01), (1, 2.99), (0, 1.5), (0, 0.5)):
+        pool = work.pool(Views(copies=2, gigabytes=room * 6 * largest * 4 / 1e9), "a stage")
+        assert len(pool) == 6 * (1 + fit)
+
+
+def test_views_of_a_vision_transformer_of_base_size_all_fit() -> None:
+    model = timm.create_model("vit_base_patch16_224", depth=1)
+    work = workspace(model, short(), pixels(1, size=224))
+    assert 1024 * 32 * work.largest_row * 4 / 1e9 < Views().gigabytes
 
 
 def test_memory_is_given_back_along_the_walk(tiny_vit: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +25,7 @@ from aphq.models.distillation import LOGITS, Distillation
 from aphq.quant.layers import QuantizedLayer
 from aphq.recipe import Calibration, Recipe, Views
 
+log = logging.getLogger(__name__)
 ELEMENTS_PER_PASS = 10_000_000  # of a unit's output
 VIEWS_PER_PASS = 256
 
@@ -112,16 +114,40 @@ class Workspace:
 
     def pool(self, config: Views, stage: str) -> Rows:
         """The images, and behind them as many views of each as the stage asks for."""
-        if not config.copies:
+        copies = self._copies_that_fit(config, stage) if config.copies else 0
+        if not copies:
             return self.image_rows()
         count = len(self.images)
-        held = self.store.allocate((count * (1 + config.copies), *self.images.batch(slice(0, 1)).shape[1:]))
+        held = self.store.allocate((count * (1 + copies), *self.images.batch(slice(0, 1)).shape[1:]))
         for start in range(0, count, VIEWS_PER_PASS):
             rows = slice(start, min(count, start + VIEWS_PER_PASS))
             held.data[rows].copy_(self.images.batch(rows, self.device))
-        for copy in range(1, 1 + config.copies):
+        for copy in range(1, 1 + copies):
             self._draw(config, held.data[copy * count : (copy + 1) * count], stage, str(copy))
         return held
+
+    def _copies_that_fit(self, config: Views, stage: str) -> int:
+        """As many views of each image as are asked for, or as the model's widest activations leave room for. That
+        follows from model and recipe alone: the same run on another machine holds the same views."""
+        gigabytes = len(self.images) * self.largest_row * 4 / 1e9
+        copies = min(config.copies, max(0, int(config.gigabytes / gigabytes) - 1))
+        if copies < config.copies:
+            text = "%s: %d views of each image instead of %d, for activations of at most %g GB (views.gigabytes)"
+            log.info(text, stage, copies, config.copies, config.gigabytes)
+            self.folder.event("note", stage=stage, views=copies, asked_for=config.copies)
+        return copies
+
+    @cached_property
+    def largest_row(self) -> int:
+        """Elements of the largest tensor that is held of one image: itself, or what a unit makes of it."""
+        x = self.images.batch(slice(0, 1), self.device)
+        largest = x.numel()
+        with torch.no_grad():
+            for unit in self.units:
+                x = unit.run(self.teacher, x)
+                largest = max(largest, x.numel())
+                x = unit.bridge(self.teacher, x)
+        return largest
 
     @torch.no_grad()
     def refresh(self, visit: Visit, images: Rows) -> None:
