@@ -64,7 +64,9 @@ def path(*, fast: bool, tf32: bool) -> Iterator[list[list[Tensor]]]:
         yield grads
 
 
-def prepared(model: nn.Module, device: torch.device, steps: int, kind: str, batch: int = 8) -> Workspace:
+def prepared(
+    model: nn.Module, device: torch.device, steps: int, kind: str, batch: int = 8, weight_lr: float = 0.0
+) -> Workspace:
     """A student with ReLU MLPs and ranges, on the device."""
     recipe = short(
         "w3a3",
@@ -73,7 +75,7 @@ def prepared(model: nn.Module, device: torch.device, steps: int, kind: str, batc
         scale_search__method="minmax",
         mlp_reconstruction__batch=batch,
         block_reconstruction__batch=batch,
-        block_reconstruction__weight_lr=0.0,  # the rounding has a kernel of its own
+        block_reconstruction__weight_lr=weight_lr,
     )
     work = workspace(model, recipe, pixels(16))
     for unit in work.units:
@@ -151,9 +153,11 @@ def compare(
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("family", KINDS)
-def test_blocks_in_the_interpreter(family: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("weight_lr", [0.0, 0.003])
+def test_blocks_in_the_interpreter(family: str, weight_lr: float, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(family)
-    compare(model, KINDS[family], torch.device("cpu"), tf32=False, steps=2, kind="fisher", batch=2)
+    how: Any = {"steps": 2, "kind": "fisher", "batch": 2, "weight_lr": weight_lr}
+    compare(model, KINDS[family], torch.device("cpu"), tf32=False, **how)
 
 
 @pytest.mark.gpu
@@ -162,6 +166,16 @@ def test_blocks_in_the_interpreter(family: str, request: pytest.FixtureRequest) 
 @pytest.mark.parametrize("tf32", [False, True])
 def test_blocks_on_the_gpu(family: str, kind: str, tf32: bool, request: pytest.FixtureRequest) -> None:
     compare(request.getfixturevalue(family), KINDS[family], CUDA, tf32, steps=50, kind=kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("tf32", [False, True])
+def test_weights_that_learn_straight_through_on_the_gpu(
+    family: str, tf32: bool, request: pytest.FixtureRequest
+) -> None:
+    how: Any = {"steps": 50, "kind": "fisher", "weight_lr": 0.003}
+    compare(request.getfixturevalue(family), KINDS[family], CUDA, tf32, **how)
 
 
 def train_mlps(work: Workspace, *, fast: bool, tf32: bool) -> tuple[list[Tensor], list[Tensor]]:
