@@ -152,8 +152,8 @@ def _draw(
                 logger.warning("%s; another image takes its place", result)
             if len(skipped) > allowed:
                 raise DataError(
-                    f"{len(skipped)} of the first {rank + 1} images cannot be decoded, the last is {result}; "
-                    f"repair the data, or allow more than {max_corrupt:.0%} with max_corrupt"
+                    f"{len(skipped)} of the first {rank + 1} images cannot be decoded, the last is {result.name!r}, "
+                    f"{result.reason}; repair such files, or take them out (at most {max_corrupt:.0%} are passed over)"
                 )
             continue
         images[len(taken)], source = result

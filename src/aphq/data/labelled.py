@@ -97,8 +97,8 @@ class LabelledImages:
             logger.warning("%s; left out", image)
         if len(self.skipped) > max(1.0, MAX_CORRUPT * total):
             raise DataError(
-                f"more than {MAX_CORRUPT:.0%} of the labelled images cannot be decoded, the last is {image}: "
-                "repair the data"
+                f"more than {MAX_CORRUPT:.0%} of the labelled images cannot be decoded, the last is {image.name!r}, "
+                f"{image.reason}; repair the data"
             )
 
 

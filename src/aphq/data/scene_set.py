@@ -107,7 +107,10 @@ def _draw(
             if corrupt <= WARNINGS:
                 logger.warning("%s; another image takes its place", result)
             if corrupt > max(1.0, MAX_CORRUPT * count):
-                raise DataError(f"{corrupt} of the first {rank + 1} images cannot be decoded, the last is {result}")
+                raise DataError(
+                    f"{corrupt} of the first {rank + 1} images cannot be decoded, the last is {result.name!r}, "
+                    f"{result.reason}; repair such files, or take them out"
+                )
             continue
         scenes.append(result)
         names.append(files.names[order[rank]])
