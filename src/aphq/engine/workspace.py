@@ -113,7 +113,7 @@ class Workspace:
             into[rows].copy_(draw_views(sources[rows], aspects[rows], self.images.preprocessing, config, generator))
 
     def pool(self, config: Views, stage: str) -> Rows:
-        """The images, and behind them as many views of each as the stage asks for."""
+        """The images, and behind them as many views of each as the stage asks for and fit."""
         copies = self._copies_that_fit(config, stage) if config.copies else 0
         if not copies:
             return self.image_rows()
