@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from aphq.data.augment import train_view
-from aphq.data.images import WARNINGS, CorruptImage, ImageFiles, open_images
+from aphq.data.images import CorruptImage, ImageFiles, open_images
 from aphq.data.pool import in_order
 from aphq.data.preprocessing import Preprocessing
+from aphq.data.skipping import MAX_CORRUPT, Skipped, Skipping
 from aphq.data.tensors import as_batch, check_shape, split_item
 from aphq.data.views import source_of
 from aphq.errors import DataError
@@ -32,7 +33,7 @@ class CalibrationSet:
     images: Tensor  # uint8 or float32 [N, channels, height, width], on the CPU
     preprocessing: Preprocessing
     names: tuple[str, ...] = ()  # one per image, empty for data that came from memory
-    skipped: tuple[tuple[str, str], ...] = ()  # name and reason of each corrupt image
+    skipped: Skipped = ()
     whole: Tensor | None = None  # uint8 [N, channels, side, side], the pictures that `images` are crops of
     aspects: Tensor | None = None  # [N], their width / height
     files: ImageFiles | None = None  # what they were read from, in the same order
@@ -83,7 +84,7 @@ def load_calibration(
     seed: int = 3407,
     augment: bool = False,
     whole: bool = False,
-    max_corrupt: float = 0.05,
+    max_corrupt: float = MAX_CORRUPT,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> CalibrationSet:
@@ -129,7 +130,7 @@ def _draw(
     """Decode the first `count` images of a seeded permutation that can be decoded."""
     order = torch.randperm(len(files), generator=torch.Generator().manual_seed(seed)).tolist()
     count = min(count, len(files))
-    allowed = max(1.0, max_corrupt * count)
+    skipping = Skipping(count, max_corrupt)
 
     def view(rank: int) -> tuple[Tensor, tuple[Tensor, float] | None] | CorruptImage:
         try:
@@ -144,17 +145,9 @@ def _draw(
     images = torch.empty(count, *preprocessing.shape, dtype=torch.uint8)
     sources: list[tuple[Tensor, float]] = []
     taken: list[int] = []
-    skipped: list[tuple[str, str]] = []
     for rank, result in enumerate(in_order(view, range(len(files)), threads=threads)):
         if isinstance(result, CorruptImage):
-            skipped.append((result.name, result.reason))
-            if len(skipped) <= WARNINGS:
-                logger.warning("%s; another image takes its place", result)
-            if len(skipped) > allowed:
-                raise DataError(
-                    f"{len(skipped)} of the first {rank + 1} images cannot be decoded, the last is {result.name!r}, "
-                    f"{result.reason}; repair such files, or take them out (at most {max_corrupt:.0%} are passed over)"
-                )
+            skipping.add(result, rank + 1)
             continue
         images[len(taken)], source = result
         if source is not None:
@@ -164,10 +157,9 @@ def _draw(
             progress(len(taken), count)
         if len(taken) == count:
             break
-    if len(skipped) > WARNINGS:
-        logger.warning("%d images cannot be decoded in all", len(skipped))
+    skipping.close()
     used = files.take(taken)
-    found = CalibrationSet(images[: len(taken)], preprocessing, used.names, tuple(skipped), files=used)
+    found = CalibrationSet(images[: len(taken)], preprocessing, used.names, skipping.images, files=used)
     if not sources:
         return found
     pictures, aspects = zip(*sources, strict=True)

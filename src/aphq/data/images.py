@@ -37,7 +37,6 @@ TURNS: dict[object, Image.Transpose] = {
     8: Image.Transpose.ROTATE_90,
 }
 MAX_ENTRY_BYTES = 256 * 2**20  # of one uncompressed zip entry
-WARNINGS = 10  # corrupt images that loaders name one by one in the log
 MAX_ASPECT = 200  # resizing the short side of a one-pixel stripe to 256 would take gigabytes
 
 

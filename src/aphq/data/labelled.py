@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 
 from aphq.data.classes import MAPPING, class_indices
-from aphq.data.images import WARNINGS, CorruptImage, ImageFiles, open_images
+from aphq.data.images import CorruptImage, ImageFiles, open_images
 from aphq.data.pool import in_order
 from aphq.data.preprocessing import Preprocessing
+from aphq.data.skipping import Skipped, Skipping
 from aphq.data.tensors import as_batch, split_item
 from aphq.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-MAX_CORRUPT = 0.05
 Batches = Iterator[tuple[Tensor, Tensor]]  # float32 [batch, channels, height, width], int64 [batch], both on the CPU
-Skipped = tuple[tuple[str, str], ...]  # name and reason of each corrupt image
 
 
 class Labelled(Protocol):
@@ -69,6 +68,7 @@ class LabelledImages:
     ) -> Batches:
         self.skipped = ()
         chosen = spread(self.labels, limit)
+        skipping = Skipping(len(chosen), instead="left out")
 
         def view(index: int) -> Tensor | CorruptImage:
             try:
@@ -79,9 +79,10 @@ class LabelledImages:
         images: list[Tensor] = []
         labels: list[Tensor] = []
         views = in_order(view, chosen, threads=threads, ahead=2 * batch_size)
-        for index, result in zip(chosen, views, strict=True):
+        for seen, (index, result) in enumerate(zip(chosen, views, strict=True), start=1):
             if isinstance(result, CorruptImage):
-                self._skip(result, len(chosen))
+                skipping.add(result, seen)
+                self.skipped = skipping.images
                 continue
             images.append(result)
             labels.append(self.labels[index])
@@ -90,16 +91,7 @@ class LabelledImages:
                 images, labels = [], []
         if images:
             yield preprocessing.normalise(torch.stack(images)), torch.stack(labels)
-
-    def _skip(self, image: CorruptImage, total: int) -> None:
-        self.skipped += ((image.name, image.reason),)
-        if len(self.skipped) <= WARNINGS:
-            logger.warning("%s; left out", image)
-        if len(self.skipped) > max(1.0, MAX_CORRUPT * total):
-            raise DataError(
-                f"more than {MAX_CORRUPT:.0%} of the labelled images cannot be decoded, the last is {image.name!r}, "
-                f"{image.reason}; repair the data"
-            )
+        skipping.close()
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from aphq.data.images import WARNINGS, CorruptImage, open_images
+from aphq.data.images import CorruptImage, open_images
 from aphq.data.pool import in_order
 from aphq.data.scenes import Scene, ScenePreprocessing
+from aphq.data.skipping import Skipping
 from aphq.errors import DataError
 
 logger = logging.getLogger(__name__)
-MAX_CORRUPT = 0.05
 State = dict[str, Tensor]
 Progress = Callable[[int, int], None]  # images done, images wanted
 
@@ -100,17 +100,10 @@ def _draw(
 
     scenes: list[Scene] = []
     names: list[str] = []
-    corrupt = 0
+    skipping = Skipping(count)
     for rank, result in enumerate(in_order(view, range(len(files)), threads=threads)):
         if isinstance(result, CorruptImage):
-            corrupt += 1
-            if corrupt <= WARNINGS:
-                logger.warning("%s; another image takes its place", result)
-            if corrupt > max(1.0, MAX_CORRUPT * count):
-                raise DataError(
-                    f"{corrupt} of the first {rank + 1} images cannot be decoded, the last is {result.name!r}, "
-                    f"{result.reason}; repair such files, or take them out"
-                )
+            skipping.add(result, rank + 1)
             continue
         scenes.append(result)
         names.append(files.names[order[rank]])
@@ -118,6 +111,7 @@ def _draw(
             progress(len(scenes), count)
         if len(scenes) == count:
             break
+    skipping.close()
     return SceneSet(tuple(scenes), preprocessing, tuple(names))
 
 
