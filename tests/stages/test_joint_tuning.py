@@ -107,3 +107,28 @@ def test_an_error_as_large_as_the_variation_is_one() -> None:
     assert float(relative_error(x, x)) == 0
     assert float(relative_error(torch.full_like(x, float(x.mean())), x)) == pytest.approx(1, rel=0.01)
     assert torch.isfinite(relative_error(x, torch.ones_like(x)))
+
+
+def test_what_takes_the_calibration_images_further_from_the_teacher_is_put_back(tiny_vit: nn.Module) -> None:
+    work = searched(tiny_vit)
+    before = divergence(work, all_images(work))
+    state = copy.deepcopy(work.student.state_dict())
+    tune_jointly(work, JointTuning(steps=5, batch=8, scale_lr=1e-9, float_lr=10.0, views=AS_THEY_ARE))
+    assert divergence(work, all_images(work)) == pytest.approx(before, rel=1e-4)
+    for name, tensor in work.student.state_dict().items():
+        if name.endswith(("bias", "norm1.weight", "scale")):
+            assert torch.equal(tensor, state[name]), name
+    for module in work.student.modules():
+        if isinstance(module, QuantizedLayer) and module.weight_quantizer is not None:
+            assert torch.allclose(module.weight_quantizer(module.weight), module.weight)
+
+
+def test_how_far_it_came_is_written_down(tiny_vit: nn.Module) -> None:
+    work = searched(tiny_vit, "w3a3")
+    events: list[dict[str, Any]] = []
+    work.folder.event = lambda kind, **data: events.append({"kind": kind, **data})
+    tune_jointly(work, JointTuning(steps=40, batch=8, scale_lr=1e-2, float_lr=3e-3, views=AS_THEY_ARE))
+    (note,) = (event for event in events if event["kind"] == "note")
+    assert note["divergence_after"] < note["divergence_before"]
+    assert not note["put_back"]
+    assert note["divergence_after"] == pytest.approx(divergence(work, all_images(work)), rel=1e-3)

@@ -4,10 +4,14 @@ Reconstruction unit by unit never sees how the units' errors add up. Here all of
 activations, what stays in float, and, if they are given a rate, weights straight through their rounding. The loss is
 the distillation loss at the logits plus the mean relative error of the units' outputs, which tells early units more
 than the logits alone would.
+
+A network that is nearly lossless has more to lose than to gain by learning from blended views. So calibration images as
+they are have the last word: if they come out further from the teacher than they went in, all is put back.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -18,11 +22,14 @@ from aphq.engine.loop import Group, Loop, Now, by_magnitude, cosine, draw_sample
 from aphq.engine.seeds import generator_for, seed_for, seeded
 from aphq.engine.store import push
 from aphq.engine.workspace import Workspace
-from aphq.models.architecture import made
+from aphq.models.architecture import made, run_units
 from aphq.models.student import enable
 from aphq.quant.straight_through import StraightThrough
 from aphq.stages.batches import recordable
 from aphq.stages.learnable import Learnable
+
+log = logging.getLogger(__name__)
+JUDGES = 256  # calibration images
 
 
 def tune_jointly(work: Workspace, config: settings.JointTuning) -> None:
@@ -37,6 +44,7 @@ def tune_jointly(work: Workspace, config: settings.JointTuning) -> None:
     weight_scales = learned.weight_scales if config.weight_lr else []
     parameters = [*learned.scales, *weight_scales, *(learned.rest if config.float_lr else ())]
     work.progress.start(config.NAME, config.steps)
+    before, kept = divergence(work), {name: x.clone() for name, x in work.student.state_dict().items()}
     with (
         seeded(seed, config.NAME, device=work.device),
         learned.rounded_by(StraightThrough if config.weight_lr else None, parameters),
@@ -44,9 +52,31 @@ def tune_jointly(work: Workspace, config: settings.JointTuning) -> None:
         if config.steps and (learned.roundings or parameters):
             curve = _loop(work, config, learned).run(work.progress.advance)
             work.folder.event("unit", stage=config.NAME, unit="all", **curve.to_dict())
+    after = divergence(work)
+    worse = work.ranks.decide(not after <= before)  # nor a number that is none
+    if worse:
+        work.student.load_state_dict(kept)
+        for layer in learned.layers:
+            layer.bake()
+        text = "joint tuning takes the calibration images further from the float model (%.3g to %.3g): put back"
+        log.info(text, before, after)
+    work.folder.event("note", stage=config.NAME, divergence_before=before, divergence_after=after, put_back=worse)
     for unit in work.units:
         work.save_unit(config.NAME, unit)
     work.progress.finish()
+
+
+@torch.no_grad()
+def divergence(work: Workspace) -> float:
+    """The distillation loss on calibration images as they are."""
+    rows = work.image_rows(JUDGES)
+    together = 1 if work.images.ragged else work.pass_batch
+    total = 0.0
+    for start in range(0, len(rows), together):
+        x = rows[slice(start, start + together)]
+        got, expected = (run_units(model, work.units, x) for model in (work.student, work.teacher))
+        total += float(work.distillation.loss(got, expected)) * (min(len(rows), start + together) - start)
+    return total / len(rows)
 
 
 def _loop(work: Workspace, config: settings.JointTuning, learned: Learnable) -> Loop:
