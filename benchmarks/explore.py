@@ -67,7 +67,7 @@ def main() -> None:
             base_model, base_name = aphq.quantize(model, recipe, used).model, text
             quantized = base_model
         else:
-            quantized = tuned(model, base_model, text, used, device)
+            quantized, put_back = tuned(model, base_model, text, used, device)
         seconds = time.time() - started
         line = {
             "model": args.model, "base": base_name, "then": text if kind == "then" else "", "seed": args.seed,
@@ -76,6 +76,8 @@ def main() -> None:
             "held": measure(model, quantized, held, device),
             "seconds": round(seconds, 1), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         }  # fmt: skip
+        if kind == "then":
+            line["put_back"] = put_back  # the figures are then those of the base
         if args.by_unit and kind == "base":
             line["by_unit"] = each_unit(model, quantized, (used.first(args.used or len(used)), held), device)
         with open(args.out, "a") as handle:
@@ -108,7 +110,7 @@ def workspace(model, student, recipe, images, device):
 
 
 def tuned(model, base, text, images, device):
-    """A copy of the base after joint tuning."""
+    """A copy of the base after joint tuning, and whether that did harm and was put back."""
     import torch
 
     from aphq.artifact.info import info_of
@@ -124,10 +126,12 @@ def tuned(model, base, text, images, device):
             value = json.loads(value)
         recipe = recipe.with_value(f"joint_tuning.{path}", value)
     student = copy.deepcopy(base)
-    tune_jointly(workspace(model, student, recipe, images, device), recipe.stage("joint_tuning"))
+    work, told = workspace(model, student, recipe, images, device), []
+    work.folder.event = lambda _, **data: told.append(data)
+    tune_jointly(work, recipe.stage("joint_tuning"))
     finalise(student)
     torch.cuda.empty_cache()
-    return student
+    return student, any(data.get("put_back") for data in told)
 
 
 def each_unit(model, quantized, sets, device):

@@ -7,7 +7,7 @@ fast      reparameterisation and scale search, and for weights of 4 bits and les
 balanced  every stage, with a few hundred to a thousand steps per unit, weights of few bits learning straight through
           their rounding, and the `fisher` importance, which is seeded and needs only a few passes for all units
 paper     the published recipe: 20 000 steps per unit, augmented images, the `aph` importance
-best      a rotated model, 3 000 steps per unit on each image and 31 views of it, then the whole network tuned jointly
+best      a rotated model, 10 000 steps per unit on each image and 31 views of it, then the whole network tuned jointly
           on fresh views
 """
 
@@ -45,8 +45,6 @@ MLP_RATE = 4e-4  # ten times the published one: with so few steps its MLPs stop 
 # better on images they have not seen than weights that learn to go up or down, and more so with fewer inputs from the
 # quantized prefix (results/README.md). Not measured beyond four bits, where there is less to learn.
 WEIGHT_RATE, QUANTIZED_INPUTS = 0.003, 0.25
-# Rounding that learns three times as fast as published gets as far in 3 000 steps as in 10 000 (results/README.md).
-BEST_STEPS, BEST_MLP_STEPS, ROUNDING_RATE = 3000, 5000, 3e-3
 # Up to here activations lack the levels for GELU's long flat tail, so that MLP reconstruction pays, and weights those
 # that would make their rounding harmless, so that error compensation does where nothing learns.
 LOW_BITS = 4
@@ -105,16 +103,15 @@ def _stages(weight_bits: int, activation_bits: int, effort: str) -> tuple[Stage,
     if effort != "paper":
         importance = Importance(kind="fisher")
         steps = 1000 if min(weight_bits, activation_bits) <= LOW_BITS else 300
+        steps = steps if effort == "balanced" else 10_000
         mlp = replace(mlp, steps=steps, importance=importance, learning_rate=MLP_RATE)
         blocks = replace(blocks, steps=steps, importance=importance)
     if effort == "balanced" and weight_bits <= LOW_BITS:
         blocks = replace(blocks, weight_lr=WEIGHT_RATE, input_quantized_share=QUANTIZED_INPUTS)
     if effort == "best":
         views = Views(copies=31, mixup=0.5, cutmix=0.5)
-        few = replace(views, copies=7)  # MLPs do not over-fit, and the rows of several are held at once
-        mlp = replace(mlp, steps=BEST_MLP_STEPS, views=few)
-        blocks = replace(blocks, steps=BEST_STEPS, rounding_lr=ROUNDING_RATE, float_lr=1e-4, quantized_share=0.8)
-        blocks = replace(blocks, views=views)
+        mlp = replace(mlp, views=replace(views, copies=7))  # does not over-fit, and holds several MLPs' rows at once
+        blocks = replace(blocks, views=views, quantized_share=0.8, float_lr=1e-4)
     stages: tuple[Stage, ...] = (norms, search, blocks)
     if activation_bits <= LOW_BITS:
         stages = (mlp, *stages)

@@ -181,7 +181,8 @@ class JointTuning:
     """The whole quantized network tuned against the float teacher, at its logits and after every unit, on fresh views.
 
     All rates fall to zero along a cosine. Weights stay where they are unless they get a rate: on a thousand images they
-    learn the images, while scales, biases and norms are too few to.
+    learn the images, while scales, biases and norms are too few to. If calibration images as they are come out further
+    from the teacher than they went in, the network is put back as it was.
     """
 
     kind: Literal["joint_tuning"] = "joint_tuning"

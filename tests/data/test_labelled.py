@@ -73,7 +73,7 @@ class TestFolder:
     def test_too_many_corrupt_images_are_an_error(self, folder: Path, small: Preprocessing) -> None:
         for i in (1, 3):
             (folder / "cat" / f"{i:04d}.png").write_bytes(b"")
-        with pytest.raises(DataError, match=r"images cannot be decoded.*0003\.png"):
+        with pytest.raises(DataError, match=r"labelled images cannot be decoded.*0003\.png"):
             joined(open_labelled(folder, 2), small)
 
     def test_a_reader_may_stop_early(self, folder: Path, small: Preprocessing) -> None:

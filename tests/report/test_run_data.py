@@ -1,11 +1,13 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from aphq.errors import RunError
+from aphq.report.figures import loss_figures
 from aphq.report.run_data import LossCurve, loss_curves, read_events, read_run, stage_runs
 
 
@@ -107,6 +109,15 @@ def test_a_curve_shows_the_error_alone_where_it_was_recorded() -> None:
     assert curve.shown == (1.0, 1.0, 1.0)
     assert curve.fluctuation == 0
     assert LossCurve("a", "x", (1.0, 3.0)).shown == (1.0, 3.0), "a run of an earlier aphq"
+
+
+def test_the_page_says_what_was_learned_and_not_kept() -> None:
+    learned = [event(0, "unit", stage="a", unit=unit, losses=[2.0, 1.0], put_back=unit == "y") for unit in "xy"]
+    kept, put_back = loss_curves(learned)
+    assert (kept.put_back, put_back.put_back) == (False, True)
+    run: Any = SimpleNamespace(name="run", curves=(kept, put_back))
+    said = [figure.text for figure in loss_figures(run)["a"]]
+    assert ["not kept" in text for text in said] == [False, True]
 
 
 def test_fluctuation_is_zero_for_a_constant_and_grows_with_noise() -> None:

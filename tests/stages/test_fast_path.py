@@ -123,6 +123,7 @@ def reconstruct(work: Workspace, visit: Visit, *, fast: bool, tf32: bool) -> tup
 def assert_close(what: str, mine: list[Tensor], wanted: list[Tensor], tolerance: float, spared: float = 0.0) -> None:
     """Every tensor is close in the norm, but for the share of its elements that differs most."""
     for a, b in zip(mine, wanted, strict=True):
+        assert bool(a.isfinite().all()), what  # a sort would put others last, where they are spared
         squares = (a - b).double().square().flatten().sort().values
         kept = squares[: len(squares) - int(spared * len(squares))]
         distance = float(kept.sum().sqrt()) / max(float(b.norm()), 1e-8)
@@ -134,8 +135,8 @@ def compare(
 ) -> None:
     # TF32 changes scores in the third digit, and at three bits some activations of these tiny models then round the
     # other way; in float32 hardly any do. One of them can decide the gradient of a scale, so that only weights are
-    # compared, and in those a row or a column, so that one element in twenty is spared. A kernel that is wrong is wrong
-    # in all of them.
+    # compared there, and a row or a column of theirs, so that one element in twenty is spared. That a kernel may be
+    # wrong in a few elements, at the edge of a tile, is what the comparison in float32 is for, which spares nothing.
     of_gradients, of_losses, of_weights = (0.25, 0.1, 0.2) if tf32 else (2e-3, 0.02, 0.05)
     smallest, spared = (64, 0.05) if tf32 else (1, 0.0)
     work = prepared(model, device, steps, kind, **more)

@@ -33,6 +33,13 @@ def divergence(work: Any, x: Tensor) -> float:
         return float(LOGITS.loss(work.student(x), work.teacher(x)))
 
 
+def assert_on_grid(work: Any) -> None:
+    for module in work.student.modules():
+        if isinstance(module, QuantizedLayer) and module.weight_quantizer is not None:
+            assert module.rounding is None
+            assert torch.allclose(module.weight_quantizer(module.weight), module.weight)
+
+
 @pytest.mark.parametrize("family", ["tiny_vit", "tiny_swin"])
 @pytest.mark.parametrize("weight_lr", [0.0, 0.02])
 def test_the_network_comes_closer_to_its_teacher(family: str, weight_lr: float, request: pytest.FixtureRequest) -> None:
@@ -70,10 +77,7 @@ def test_what_is_left_alone_stays_as_it_was(tiny_vit: nn.Module) -> None:
 def test_afterwards_every_weight_is_on_its_grid_and_nothing_learns(tiny_swin: nn.Module) -> None:
     work = searched(tiny_swin)
     tune_jointly(work, JointTuning(steps=4, batch=8, weight_lr=0.05, views=Views(every=2, mixup=0.5)))
-    for module in work.student.modules():
-        if isinstance(module, QuantizedLayer) and module.weight_quantizer is not None:
-            assert module.rounding is None
-            assert torch.allclose(module.weight_quantizer(module.weight), module.weight)
+    assert_on_grid(work)
     assert not any(p.requires_grad for p in work.student.parameters())
 
 
@@ -109,26 +113,46 @@ def test_an_error_as_large_as_the_variation_is_one() -> None:
     assert torch.isfinite(relative_error(x, torch.ones_like(x)))
 
 
-def test_what_takes_the_calibration_images_further_from_the_teacher_is_put_back(tiny_vit: nn.Module) -> None:
+def happened(work: Any) -> list[dict[str, Any]]:
+    """What the stage is going to tell of the whole network."""
+    told: list[dict[str, Any]] = []
+    work.folder.event = lambda _, **data: told.append(data)
+    return told
+
+
+@pytest.mark.parametrize("weight_lr", [0.0, 0.05])
+@pytest.mark.parametrize("float_lr", [10.0, float("nan")])
+def test_what_takes_the_calibration_images_further_from_the_teacher_is_put_back(
+    weight_lr: float, float_lr: float, tiny_vit: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
     work = searched(tiny_vit)
-    before = divergence(work, all_images(work))
-    state = copy.deepcopy(work.student.state_dict())
-    tune_jointly(work, JointTuning(steps=5, batch=8, scale_lr=1e-9, float_lr=10.0, views=AS_THEY_ARE))
-    assert divergence(work, all_images(work)) == pytest.approx(before, rel=1e-4)
+    told = happened(work)
+    x = all_images(work)
+    before, state = divergence(work, x), copy.deepcopy(work.student.state_dict())
+    tune_jointly(
+        work, JointTuning(steps=5, batch=8, scale_lr=1e-9, float_lr=float_lr, weight_lr=weight_lr, views=AS_THEY_ARE)
+    )
+    assert [event["put_back"] for event in told] == [True]
+    assert "put back" in caplog.text
+    assert divergence(work, x) == pytest.approx(before, rel=1e-4)
     for name, tensor in work.student.state_dict().items():
         if name.endswith(("bias", "norm1.weight", "scale")):
             assert torch.equal(tensor, state[name]), name
-    for module in work.student.modules():
-        if isinstance(module, QuantizedLayer) and module.weight_quantizer is not None:
-            assert torch.allclose(module.weight_quantizer(module.weight), module.weight)
+    assert_on_grid(work)
 
 
 def test_how_far_it_came_is_written_down(tiny_vit: nn.Module) -> None:
     work = searched(tiny_vit, "w3a3")
-    events: list[dict[str, Any]] = []
-    work.folder.event = lambda kind, **data: events.append({"kind": kind, **data})
+    told = happened(work)
     tune_jointly(work, JointTuning(steps=40, batch=8, scale_lr=1e-2, float_lr=3e-3, views=AS_THEY_ARE))
-    (note,) = (event for event in events if event["kind"] == "note")
-    assert note["divergence_after"] < note["divergence_before"]
-    assert not note["put_back"]
-    assert note["divergence_after"] == pytest.approx(divergence(work, all_images(work)), rel=1e-3)
+    (event,) = told
+    assert event["divergence_after"] < event["divergence_before"]
+    assert not event["put_back"]
+    assert event["divergence_after"] == pytest.approx(divergence(work, all_images(work)), rel=1e-3)
+
+
+def test_nothing_learned_is_nothing_to_judge(tiny_vit: nn.Module) -> None:
+    work = searched(tiny_vit)
+    told = happened(work)
+    tune_jointly(work, JointTuning(steps=0, views=AS_THEY_ARE))
+    assert not told

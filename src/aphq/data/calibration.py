@@ -159,7 +159,7 @@ def _draw(
             break
     skipping.close()
     used = files.take(taken)
-    found = CalibrationSet(images[: len(taken)], preprocessing, used.names, skipping.images, files=used)
+    found = CalibrationSet(images[: len(taken)], preprocessing, used.names, skipping.skipped, files=used)
     if not sources:
         return found
     pictures, aspects = zip(*sources, strict=True)

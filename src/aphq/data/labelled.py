@@ -68,7 +68,7 @@ class LabelledImages:
     ) -> Batches:
         self.skipped = ()
         chosen = spread(self.labels, limit)
-        skipping = Skipping(len(chosen), instead="left out")
+        skipping = Skipping(len(chosen), what="labelled images", instead="left out")
 
         def view(index: int) -> Tensor | CorruptImage:
             try:
@@ -81,8 +81,10 @@ class LabelledImages:
         views = in_order(view, chosen, threads=threads, ahead=2 * batch_size)
         for seen, (index, result) in enumerate(zip(chosen, views, strict=True), start=1):
             if isinstance(result, CorruptImage):
-                skipping.add(result, seen)
-                self.skipped = skipping.images
+                try:
+                    skipping.add(result, seen)
+                finally:
+                    self.skipped = skipping.skipped
                 continue
             images.append(result)
             labels.append(self.labels[index])

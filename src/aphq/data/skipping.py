@@ -16,24 +16,32 @@ Skipped = tuple[tuple[str, str], ...]  # name and reason of each corrupt image
 
 
 class Skipping:
-    """What one reading of a set of images had to leave out."""
+    """What one reading of a set of images has to leave out."""
 
-    def __init__(self, wanted: int, most: float = MAX_CORRUPT, instead: str = "another image takes its place") -> None:
-        self.images: Skipped = ()
-        self._most, self._allowed, self._instead = most, max(1.0, most * wanted), instead
+    def __init__(
+        self,
+        wanted: int,
+        max_corrupt: float = MAX_CORRUPT,
+        what: str = "images",
+        instead: str = "another image takes its place",
+    ) -> None:
+        self.skipped: Skipped = ()
+        self._wanted, self._allowed = wanted, max(1, int(max_corrupt * wanted))
+        self._what, self._instead = what, instead
 
     def add(self, image: CorruptImage, seen: int) -> None:
         """Pass over one image, of `seen` so far; raises DataError when that is one too many."""
-        self.images += ((image.name, image.reason),)
-        if len(self.images) <= WARNINGS:
+        self.skipped += ((image.name, image.reason),)
+        if len(self.skipped) <= WARNINGS:
             logger.warning("%s; %s", image, self._instead)
-        if len(self.images) > self._allowed:
+        if len(self.skipped) > self._allowed:
             raise DataError(
-                f"{len(self.images)} of the first {seen} images cannot be decoded, the last is {image.name!r}, "
-                f"{image.reason}; repair such files, or take them out (at most {self._most:.0%} are passed over)"
+                f"{len(self.skipped)} of the first {seen} {self._what} cannot be decoded, the last is {image.name!r}, "
+                f"{image.reason}; repair such files, or take them out (of {self._wanted} at most {self._allowed} may "
+                "be corrupt)"
             )
 
     def close(self) -> None:
         """Say how many there were, where not all were named."""
-        if len(self.images) > WARNINGS:
-            logger.warning("%d images cannot be decoded in all", len(self.images))
+        if len(self.skipped) > WARNINGS:
+            logger.warning("%d %s cannot be decoded in all", len(self.skipped), self._what)

@@ -55,7 +55,9 @@ def _spark(curves: Sequence[tuple[str, LossCurve]]) -> Figure:
     unit = curves[0][1].unit or "all units"
     chart = spark(f"Loss of {unit}", [Series(name, curve.shown) for name, curve in curves])
     numbers = (
-        f"{number(c.shown[0])} to {number(c.shown[-1])}, fluctuation {100 * c.fluctuation:.1f} %" for _, c in curves
+        f"{number(c.shown[0])} to {number(c.shown[-1])}, fluctuation {100 * c.fluctuation:.1f} %"
+        + (", not kept: it took the calibration images further from the float model" if c.put_back else "")
+        for _, c in curves
     )
     return Figure(chart, unit, "; ".join(numbers))
 

@@ -38,6 +38,7 @@ class LossCurve:
     unit: str
     losses: tuple[float, ...]
     errors: tuple[float, ...] = ()  # the losses less the term that decides the rounding; empty if there is none
+    put_back: bool = False  # what was learned did harm and was not kept
 
     @property
     def shown(self) -> tuple[float, ...]:
@@ -181,14 +182,13 @@ def stage_runs(events: list[dict[str, Any]]) -> tuple[StageRun, ...]:
 
 def loss_curves(events: list[dict[str, Any]]) -> tuple[LossCurve, ...]:
     """One per stage and unit that learned something; of a unit that was done twice, the later."""
-    found = {
-        (str(event["stage"]), str(event.get("unit", ""))): [
-            tuple(float(value) for value in event.get(what) or ()) for what in ("losses", "errors")
-        ]
-        for event in events
-        if event.get("event") == "unit" and event.get("losses")
-    }
-    return tuple(LossCurve(stage, unit, *curves) for (stage, unit), curves in found.items())
+    found = {}
+    for event in events:
+        if event.get("event") == "unit" and event.get("losses"):
+            stage, unit = str(event["stage"]), str(event.get("unit", ""))
+            losses, errors = (tuple(float(value) for value in event.get(what) or ()) for what in ("losses", "errors"))
+            found[stage, unit] = LossCurve(stage, unit, losses, errors, bool(event.get("put_back")))
+    return tuple(found.values())
 
 
 def _read_object(file: Path) -> dict[str, Any]:

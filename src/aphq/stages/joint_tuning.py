@@ -12,6 +12,7 @@ they are have the last word: if they come out further from the teacher than they
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from aphq.stages.batches import recordable
 from aphq.stages.learnable import Learnable
 
 log = logging.getLogger(__name__)
-JUDGES = 256  # calibration images
+JUDGES, JUDGING_SCENES = 256, 32  # calibration images; scenes go through a detector one by one
 
 
 def tune_jointly(work: Workspace, config: settings.JointTuning) -> None:
@@ -44,39 +45,46 @@ def tune_jointly(work: Workspace, config: settings.JointTuning) -> None:
     weight_scales = learned.weight_scales if config.weight_lr else []
     parameters = [*learned.scales, *weight_scales, *(learned.rest if config.float_lr else ())]
     work.progress.start(config.NAME, config.steps)
-    before, kept = divergence(work), {name: x.clone() for name, x in work.student.state_dict().items()}
+    curve = None
+    before, kept = divergence(work), {name: x.to("cpu", copy=True) for name, x in work.student.state_dict().items()}
     with (
         seeded(seed, config.NAME, device=work.device),
         learned.rounded_by(StraightThrough if config.weight_lr else None, parameters),
     ):
         if config.steps and (learned.roundings or parameters):
             curve = _loop(work, config, learned).run(work.progress.advance)
-            work.folder.event("unit", stage=config.NAME, unit="all", **curve.to_dict())
-    after = divergence(work)
-    worse = work.ranks.decide(not after <= before)  # nor a number that is none
-    if worse:
-        work.student.load_state_dict(kept)
-        for layer in learned.layers:
-            layer.bake()
-        text = "joint tuning takes the calibration images further from the float model (%.3g to %.3g): put back"
-        log.info(text, before, after)
-    work.folder.event("note", stage=config.NAME, divergence_before=before, divergence_after=after, put_back=worse)
+    if curve is not None:
+        after = divergence(work)
+        put_back = work.ranks.decide(math.isnan(after) or after > before)
+        if put_back:
+            _put_back(work, learned, kept)
+            text = "joint tuning took the calibration images further from the float model (%.3g to %.3g): put back"
+            log.warning(text, before, after)
+        how = {"divergence_before": before, "divergence_after": after, "put_back": put_back}
+        work.folder.event("unit", stage=config.NAME, unit="all", **how, **curve.to_dict())
     for unit in work.units:
         work.save_unit(config.NAME, unit)
     work.progress.finish()
 
 
+def _put_back(work: Workspace, learned: Learnable, kept: dict[str, Tensor]) -> None:
+    work.student.load_state_dict(kept)
+    for layer in learned.layers:
+        layer.bake()  # as those that were learned are
+
+
 @torch.no_grad()
 def divergence(work: Workspace) -> float:
-    """The distillation loss on calibration images as they are."""
-    rows = work.image_rows(JUDGES)
-    together = 1 if work.images.ragged else work.pass_batch
-    total = 0.0
-    for start in range(0, len(rows), together):
-        x = rows[slice(start, start + together)]
+    """How far the student's predictions are from the teacher's, on calibration images as they are, spread evenly. The
+    student has learned from them: this tells harm from gain, and not what was learned by heart."""
+    together, most = (1, JUDGING_SCENES) if work.images.ragged else (work.pass_batch, JUDGES)
+    rows = work.image_rows()
+    total, judges = 0.0, torch.linspace(0, len(rows) - 1, min(most, len(rows))).long()
+    for index in judges.split(together):
+        x = rows[index]
         got, expected = (run_units(model, work.units, x) for model in (work.student, work.teacher))
-        total += float(work.distillation.loss(got, expected)) * (min(len(rows), start + together) - start)
-    return total / len(rows)
+        total += float(work.distillation.loss(got, expected)) * len(index)
+    return total / len(judges)
 
 
 def _loop(work: Workspace, config: settings.JointTuning, learned: Learnable) -> Loop:

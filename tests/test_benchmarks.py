@@ -1,0 +1,76 @@
+"""The benchmarks' runs are recipes that exist: those that scripts start, and those that records name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aphq.errors import RecipeError
+
+ROOT = Path(__file__).parents[1]
+RECORDS = {"best": "run", "balanced": "run", "paper": "run", "core": "run", "explore": "base"}
+
+
+@pytest.fixture
+def recipe_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """The recipe of a run as the benchmarks write it."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    made = importlib.import_module("accuracy").recipe_of
+    return lambda text: made(text, 0)
+
+
+def started_by(script: str, folder: Path, *arguments: str) -> Iterator[str]:
+    """The runs that a shell script hands to the benchmarks, which do not run."""
+    said = folder / "said"
+    python = folder / "python3"
+    python.write_text(f'#!/usr/bin/env bash\nprintf "%s\\n" "$@" >> {said}\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    subprocess.run([ROOT / "benchmarks" / script, *arguments], check=True, cwd=ROOT, env=environment, timeout=60)
+    words = said.read_text().splitlines()
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == "--base":
+            yield following
+        elif word.startswith("--run="):
+            yield word.removeprefix("--run=")
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "runs"),
+    [("core.sh", ("data", "out"), 24), ("best_ablation.sh", ("deit_tiny_patch16_224", "data", "out"), 13)],
+)
+def test_scripts_start_runs_that_exist(
+    script: str, arguments: tuple[str, ...], runs: int, recipe_of: Callable[[str], Any], tmp_path: Path
+) -> None:
+    started = list(started_by(script, tmp_path, *arguments))
+    assert len(started) == runs
+    for text in started:
+        recipe_of(text)
+
+
+def test_an_ablation_leaves_out_one_ingredient_after_the_other(recipe_of: Callable[[str], Any], tmp_path: Path) -> None:
+    whole, *others = map(recipe_of, started_by("best_ablation.sh", tmp_path, "model", "data", "out"))
+    removed, added = others[:6], others[6:]
+    for recipe in removed:
+        assert recipe.stages != whole.stages
+    kinds = [[stage.NAME for stage in recipe.stages] for recipe in added]
+    assert [len(kind) for kind in kinds] == sorted(len(kind) for kind in kinds)
+    assert "rotation" not in kinds[0]
+    assert "rotation" in kinds[-1]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_names_a_run_that_exists_or_says_why_not(name: str, recipe_of: Callable[[str], Any]) -> None:
+    for line in (ROOT / "results" / f"{name}.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        try:
+            recipe_of(row[RECORDS[name]])
+        except RecipeError:
+            assert row.get("note"), row[RECORDS[name]]
