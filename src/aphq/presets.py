@@ -42,8 +42,8 @@ PRESETS = ("w8a8", "w6a6", "w4a8", "w4a4", "w3a3")
 EIGHT_BITS = 8  # as wide as the integers of the kernels: a zero-point of its own would no longer fit beside the codes
 MLP_RATE = 4e-4  # ten times the published one: with so few steps its MLPs stop half-way (results/README.md)
 # Steps of its grid that a weight may move per step of learning. In a thousand steps weights that may go to any code do
-# better on images they have not seen than weights that learn to go up or down, and more so with fewer inputs from the
-# quantized prefix (results/README.md). Not measured beyond four bits, where there is less to learn.
+# better on images they have not seen than weights that learn to go up or down at the published rate, and more so with
+# fewer inputs from the quantized prefix (results/README.md). Not measured beyond four bits: there is less to learn.
 WEIGHT_RATE, QUANTIZED_INPUTS = 0.003, 0.25
 # Up to here activations lack the levels for GELU's long flat tail, so that MLP reconstruction pays, and weights those
 # that would make their rounding harmless, so that error compensation does where nothing learns.
