@@ -7,7 +7,7 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,7 +54,11 @@ class LabelledImages:
     files: ImageFiles
     labels: Tensor  # int64 [N]
     class_names: tuple[str, ...]  # the name of each class index
-    skipped: Skipped = ()
+    _skipping: Skipping = field(default_factory=lambda: Skipping(0), init=False, repr=False)
+
+    @property
+    def skipped(self) -> Skipped:
+        return self._skipping.skipped
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,9 +70,8 @@ class LabelledImages:
     def batches(
         self, preprocessing: Preprocessing, batch_size: int, threads: int | None = None, limit: int | None = None
     ) -> Batches:
-        self.skipped = ()
         chosen = spread(self.labels, limit)
-        skipping = Skipping(len(chosen), what="labelled images", instead="left out")
+        self._skipping = skipping = Skipping(len(chosen), what="labelled images", instead="left out")
 
         def view(index: int) -> Tensor | CorruptImage:
             try:
@@ -81,10 +84,7 @@ class LabelledImages:
         views = in_order(view, chosen, threads=threads, ahead=2 * batch_size)
         for seen, (index, result) in enumerate(zip(chosen, views, strict=True), start=1):
             if isinstance(result, CorruptImage):
-                try:
-                    skipping.add(result, seen)
-                finally:
-                    self.skipped = skipping.skipped
+                skipping.add(result, seen)
                 continue
             images.append(result)
             labels.append(self.labels[index])

@@ -26,7 +26,7 @@ class Skipping:
         instead: str = "another image takes its place",
     ) -> None:
         self.skipped: Skipped = ()
-        self._wanted, self._allowed = wanted, max(1, int(max_corrupt * wanted))
+        self._wanted, self._allowed = wanted, max(1.0, max_corrupt * wanted)
         self._what, self._instead = what, instead
 
     def add(self, image: CorruptImage, seen: int) -> None:
@@ -37,8 +37,8 @@ class Skipping:
         if len(self.skipped) > self._allowed:
             raise DataError(
                 f"{len(self.skipped)} of the first {seen} {self._what} cannot be decoded, the last is {image.name!r}, "
-                f"{image.reason}; repair such files, or take them out (of {self._wanted} at most {self._allowed} may "
-                "be corrupt)"
+                f"{image.reason}; repair such files, or take them out (of {self._wanted} at most "
+                f"{int(self._allowed)} may be corrupt)"
             )
 
     def close(self) -> None:

@@ -40,37 +40,35 @@ def tune_jointly(work: Workspace, config: settings.JointTuning) -> None:
         for unit in work.units:
             work.restore_unit(config.NAME, unit)
         return
-    seed = work.recipe.seed
-    learned = Learnable.of(work, work.units, config.quantized_share, seed_for(seed, config.NAME))
+    learned = Learnable.of(work, work.units, config.quantized_share, seed_for(work.recipe.seed, config.NAME))
     weight_scales = learned.weight_scales if config.weight_lr else []
     parameters = [*learned.scales, *weight_scales, *(learned.rest if config.float_lr else ())]
     work.progress.start(config.NAME, config.steps)
-    curve = None
-    before, kept = divergence(work), {name: x.to("cpu", copy=True) for name, x in work.student.state_dict().items()}
-    with (
-        seeded(seed, config.NAME, device=work.device),
-        learned.rounded_by(StraightThrough if config.weight_lr else None, parameters),
-    ):
-        if config.steps and (learned.roundings or parameters):
-            curve = _loop(work, config, learned).run(work.progress.advance)
-    if curve is not None:
-        after = divergence(work)
-        put_back = work.ranks.decide(math.isnan(after) or after > before)
-        if put_back:
-            _put_back(work, learned, kept)
-            text = "joint tuning took the calibration images further from the float model (%.3g to %.3g): put back"
-            log.warning(text, before, after)
-        how = {"divergence_before": before, "divergence_after": after, "put_back": put_back}
-        work.folder.event("unit", stage=config.NAME, unit="all", **how, **curve.to_dict())
+    if config.steps and parameters:
+        _learn(work, config, learned, parameters)
+    for layer in learned.layers:
+        layer.bake()  # what did not learn, or was put back
     for unit in work.units:
         work.save_unit(config.NAME, unit)
     work.progress.finish()
 
 
-def _put_back(work: Workspace, learned: Learnable, kept: dict[str, Tensor]) -> None:
-    work.student.load_state_dict(kept)
-    for layer in learned.layers:
-        layer.bake()  # as those that were learned are
+def _learn(work: Workspace, config: settings.JointTuning, learned: Learnable, parameters: list[Tensor]) -> None:
+    """Tune, and put everything back if that did harm."""
+    before, kept = divergence(work), {name: x.to("cpu", copy=True) for name, x in work.student.state_dict().items()}
+    with (
+        seeded(work.recipe.seed, config.NAME, device=work.device),
+        learned.rounded_by(StraightThrough if config.weight_lr else None, parameters),
+    ):
+        curve = _loop(work, config, learned).run(work.progress.advance)
+    after = divergence(work)
+    put_back = work.ranks.decide(math.isnan(after) or after > before)
+    if put_back:
+        work.student.load_state_dict(kept)
+        text = "joint tuning took the calibration images further from the float model (%.3g to %.3g): put back"
+        log.warning(text, before, after)
+    how = {"divergence_before": before, "divergence_after": after, "put_back": put_back}
+    work.folder.event("unit", stage=config.NAME, unit="all", **how, **curve.to_dict())
 
 
 @torch.no_grad()
