@@ -1,6 +1,6 @@
 """Choices made on calibration images alone: some are held out, and each variant is judged by how it treats those.
 
-    python benchmarks/explore.py --model deit_tiny_patch16_224 --weights W.safetensors --calib DIR --hold 224 \\
+    python benchmarks/explore.py --model deit_tiny_patch16_224 --weights W.safetensors --calib DIR --hold 160 \\
         --base w3a3:balanced:steps=2000 --then joint_tuning:steps=1000 --then joint_tuning:steps=1000:views.every=0 \\
         --base w3a3:balanced:steps=2000:+rotation --out R.jsonl
 
@@ -8,11 +8,16 @@ A base is a run of `accuracy.py`; each `--then` is joint tuning with the fields 
 A line says, for the images that were used and for those held out (each with its mirror image): the KL divergence from
 the float model, and the share of equal predictions. With `--by-unit` also, for each unit, the divergence when that unit
 alone is quantized: where the two kinds of images part, that unit has learned the images.
+
+Held out are images of classes that used ones show too, going by the float model's predictions, as validation images are
+of such classes mostly. With `--any-class` they are any: of a thousand images of a thousand classes most then show a
+class that no used image does, which is another question. Lines without `classes` were made so.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import copy
 import json
@@ -35,7 +40,8 @@ def main() -> None:
     parser.add_argument("--model-args", default="{}", help="JSON of further arguments of timm.create_model")
     parser.add_argument("--weights", required=True)
     parser.add_argument("--calib", required=True)
-    parser.add_argument("--hold", type=int, default=224, help="images held out of 1024")
+    parser.add_argument("--hold", type=int, default=160, help="images held out of 1024")
+    parser.add_argument("--any-class", action="store_true", help="hold out the last images, whatever they show")
     parser.add_argument("--use", type=int, default=None, help="quantize with so many of the others; default all")
     parser.add_argument("--used", type=int, default=None, help="measure on so many of the used images; default all")
     parser.add_argument("--seed", type=int, default=3407)
@@ -57,6 +63,8 @@ def main() -> None:
     extra = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(args.model_args).items()}
     model = load_model(args.model, args.weights, **extra).to(device)
     every = load_calibration(args.calib, Preprocessing.of_model(model), count=1024, seed=args.seed, whole=True)
+    if not args.any_class:
+        every = reordered(every, held_last(classes_of(model, every, device), args.hold))
     used = every.first(args.use or len(every) - args.hold)
     held = replace(every, images=every.images[len(every) - args.hold :], names=(), whole=None, aspects=None)
     base_model, base_name = None, ""
@@ -71,7 +79,7 @@ def main() -> None:
         seconds = time.time() - started
         line = {
             "model": args.model, "base": base_name, "then": text if kind == "then" else "", "seed": args.seed,
-            "quantized_with": len(used),
+            "quantized_with": len(used), "classes": "any" if args.any_class else "used",
             "used": measure(model, quantized, used.first(args.used or len(used)), device),
             "held": measure(model, quantized, held, device),
             "seconds": round(seconds, 1), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -83,6 +91,35 @@ def main() -> None:
         with open(args.out, "a") as handle:
             handle.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
+
+
+def classes_of(model, images, device):
+    """What the float model sees in each image."""
+    import torch
+
+    from aphq.models.architecture import predict
+
+    with torch.no_grad():
+        found = [predict(model, images.batch(slice(i, i + 128), device)).argmax(1) for i in range(0, len(images), 128)]
+    return torch.cat(found).tolist()
+
+
+def held_last(classes, count):
+    """Indices of all images, at the end `count` of classes that others before them show too."""
+    left, held = collections.Counter(classes), []
+    for index in reversed(range(len(classes))):
+        if len(held) < count and left[classes[index]] > 1:
+            left[classes[index]] -= 1
+            held.append(index)
+    if len(held) < count:
+        raise SystemExit(f"only {len(held)} images can be held out so that their classes stay: --hold {len(held)}")
+    return [*sorted(set(range(len(classes))) - set(held)), *reversed(held)]
+
+
+def reordered(images, order):
+    names = tuple(images.names[i] for i in order)
+    return replace(images, images=images.images[order], names=names, whole=images.whole[order],
+                   aspects=images.aspects[order])  # fmt: skip
 
 
 def workspace(model, student, recipe, images, device):

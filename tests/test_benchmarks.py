@@ -74,3 +74,14 @@ def test_a_record_names_a_run_that_exists_or_says_why_not(name: str, recipe_of: 
             recipe_of(row[RECORDS[name]])
         except RecipeError:
             assert row.get("note"), row[RECORDS[name]]
+
+
+def test_images_that_are_held_out_leave_their_class_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    explore = importlib.import_module("explore")
+    classes = [3, 1, 3, 2, 1, 3, 4]
+    order = explore.held_last(classes, 3)
+    assert sorted(order) == list(range(len(classes)))
+    assert {classes[i] for i in order[:-3]} == set(classes)
+    with pytest.raises(SystemExit, match="--hold 3"):
+        explore.held_last(classes, 4)

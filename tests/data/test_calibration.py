@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from aphq.data import CalibrationSet, Preprocessing, load_calibration, open_images
+from aphq.data.calibration import draw_order
 from aphq.errors import DataError
 
 from .conftest import picture
@@ -31,6 +32,16 @@ class TestFiles:
         for image, i in zip(loaded.images, order, strict=True):
             assert image.equal(small.eval_transform(picture(seed=i)))
         assert load_calibration(folder, small, count=5, seed=8).names != loaded.names
+
+    def test_goes_round_the_folders(self) -> None:
+        names = [f"{folder}/{i}.png" for folder, count in (("a", 50), ("b", 3), ("c", 9)) for i in range(count)]
+        order = draw_order(names, seed=7)
+        assert sorted(order) == list(range(len(names)))
+        folders = [names[i][0] for i in order]
+        for start in range(0, 9, 3):  # as long as each of them has some
+            assert sorted(folders[start : start + 3]) == ["a", "b", "c"]
+        assert sorted(folders[9:21]) == ["a"] * 6 + ["c"] * 6
+        assert draw_order(names, seed=8) != order
 
     @pytest.mark.parametrize("augment", [False, True])
     def test_the_number_of_threads_changes_nothing(self, save: Save, small: Preprocessing, augment: bool) -> None:

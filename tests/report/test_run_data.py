@@ -8,7 +8,7 @@ import pytest
 
 from aphq.errors import RunError
 from aphq.report.figures import loss_figures
-from aphq.report.run_data import LossCurve, loss_curves, read_events, read_run, stage_runs
+from aphq.report.run_data import LossCurve, classes_shown, loss_curves, read_events, read_run, stage_runs
 
 
 def copied(runs: dict[str, Path], to: Path) -> Path:
@@ -118,6 +118,12 @@ def test_the_page_says_what_was_learned_and_not_kept() -> None:
     run: Any = SimpleNamespace(name="run", curves=(kept, put_back))
     said = [figure.text for figure in loss_figures(run)["a"]]
     assert ["not kept" in text for text in said] == [False, True]
+
+
+def test_classes_that_the_images_show_are_found_among_other_notes() -> None:
+    notes = [event(0, "note", stage="a", views=3), event(1, "note", stage="b", classes_shown=7, classes=10)]
+    assert classes_shown(notes) == (7, 10)
+    assert classes_shown(notes[:1]) is None
 
 
 def test_fluctuation_is_zero_for_a_constant_and_grows_with_noise() -> None:

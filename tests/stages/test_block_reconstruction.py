@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from aphq.engine.folder import RunFolder
 from aphq.engine.workspace import Workspace
-from aphq.models.distillation import LOGITS
+from aphq.models.distillation import EMBEDDINGS, LOGITS
 from aphq.models.student import finalise
 from aphq.quant.layers import QuantizedLayer
 from aphq.quant.quantizer import Quantizer
@@ -38,13 +38,15 @@ def searched(model: nn.Module, bits: str = "w3a3", **changes: Any) -> Workspace:
     return work
 
 
-def reconstruct(work: Workspace, folder: Path | None = None) -> list[dict[str, Any]]:
+def reconstruct(work: Workspace, folder: Path | None = None, what: str = "unit") -> list[dict[str, Any]]:
+    """The events of that name."""
     work.folder = RunFolder(folder)
     try:
         reconstruct_blocks(work, work.recipe.stage("block_reconstruction"))  # type: ignore[arg-type]
     finally:
         work.folder.close()
-    return [] if folder is None else [json.loads(s) for s in (folder / "events.jsonl").read_text().splitlines()]
+    lines = [] if folder is None else (folder / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == what]
 
 
 def loss(work: Workspace, student: nn.Module) -> float:
@@ -125,6 +127,20 @@ def test_the_error_is_recorded_apart_from_the_term_that_decides_the_rounding(
         losses, errors = unit["losses"], unit["errors"]
         assert errors[:5] == losses[:5], "there is no other term during the warm-up"
         assert all(loss > error > 0 for loss, error in zip(losses[5:], errors[5:], strict=True))
+
+
+def test_the_classes_that_the_images_show_are_counted(tiny_vit: nn.Module, tmp_path: Path) -> None:
+    work = searched(tiny_vit, block_reconstruction__views__copies=2)
+    (note,) = reconstruct(work, tmp_path, "note")
+    with torch.no_grad():
+        seen = work.teacher(all_images(work)).argmax(1)
+    assert (note["classes_shown"], note["classes"]) == (len(set(seen.tolist())), 10), "in the images, not in views"
+
+
+def test_embeddings_have_no_classes_to_count(tiny_vit: nn.Module, tmp_path: Path) -> None:
+    work = searched(tiny_vit)
+    work.distillation = EMBEDDINGS
+    assert reconstruct(work, tmp_path, "note") == []
 
 
 @pytest.mark.parametrize("kind", ["mse", "brecq", "ph", "aph", "fisher"])

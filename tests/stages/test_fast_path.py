@@ -120,30 +120,28 @@ def reconstruct(work: Workspace, visit: Visit, *, fast: bool, tf32: bool) -> tup
     return curve.losses, grads[0], weights
 
 
-def assert_close(what: str, mine: list[Tensor], wanted: list[Tensor], tolerance: float, smallest: int = 1) -> None:
-    """The difference is small in the norm, tensor by tensor, of those with `smallest` elements or more."""
+def assert_close(what: str, mine: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
+    """The difference is small in the norm, tensor by tensor."""
     for a, b in zip(mine, wanted, strict=True):
-        if b.numel() >= smallest:
-            distance = float((a - b).norm()) / max(float(b.norm()), 1e-8)
-            assert distance <= tolerance, f"{what}: {tuple(b.shape)} is {distance:.4f} off, {tolerance} is allowed"
+        distance = float((a - b).norm()) / max(float(b.norm()), 1e-8)
+        assert distance <= tolerance, f"{what}: {tuple(b.shape)} is {distance:.4f} off, {tolerance} is allowed"
 
 
 def compare(
     model: nn.Module, kinds: set[str], device: torch.device, tf32: bool, steps: int, kind: str, **more: Any
 ) -> None:
-    # TF32 changes scores in the third digit, and at three bits some activations of these tiny models then round the
-    # other way; in float32 hardly any do. One of them can decide the gradient of a scale, so only weights are compared.
-    of_gradients, of_losses, of_weights = (0.25, 0.1, 0.2) if tf32 else (2e-3, 0.02, 0.05)
-    smallest = 64 if tf32 else 1
+    # Both paths compute in TF32, or both in float32: at three bits TF32 itself makes enough activations of these tiny
+    # models round the other way to move gradients by a third, in plain torch as well.
+    of_gradients, of_losses, of_weights = 2e-3, 0.02, 0.05
     work = prepared(model, device, steps, kind, **more)
     seen = set()
     for visit in visits(work):
         if visit.unit.kind in seen and device.type == "cpu":
             continue  # the interpreter is slow
         seen.add(visit.unit.kind)
-        fast, plain = (reconstruct(work, visit, fast=f, tf32=tf32 and f) for f in (True, False))
+        fast, plain = (reconstruct(work, visit, fast=f, tf32=tf32) for f in (True, False))
         where = f"{visit.unit.name} ({kind})"
-        assert_close(f"gradients of {where}", fast[1], plain[1], of_gradients, smallest)
+        assert_close(f"gradients of {where}", fast[1], plain[1], of_gradients)
         distance = (fast[0] - plain[0]).abs().sum() / plain[0].abs().sum()
         assert distance < of_losses, f"losses of {where} are {distance:.3f} apart"
         assert_close(f"weights of {where}", fast[2], plain[2], of_weights)

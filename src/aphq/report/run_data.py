@@ -65,6 +65,7 @@ class RunData:
     curves: tuple[LossCurve, ...]
     images: int | None  # of the calibration set
     layers: tuple[Coverage, ...]
+    classes: tuple[int, int] | None = None  # how many the float model saw in those images, of how many
 
     @property
     def name(self) -> str:
@@ -135,6 +136,7 @@ def read_run(path: str | Path) -> RunData:
         curves=loss_curves(events),
         images=started.get("images"),
         layers=tuple(coverage(model)),
+        classes=classes_shown(events),
     )
 
 
@@ -189,6 +191,12 @@ def loss_curves(events: list[dict[str, Any]]) -> tuple[LossCurve, ...]:
             losses, errors = (tuple(float(value) for value in event.get(what) or ()) for what in ("losses", "errors"))
             found[stage, unit] = LossCurve(stage, unit, losses, errors, bool(event.get("put_back")))
     return tuple(found.values())
+
+
+def classes_shown(events: list[dict[str, Any]]) -> tuple[int, int] | None:
+    """(classes in the calibration images, classes of the model), if a stage counted them."""
+    notes = (event for event in events if event.get("event") == "note" and "classes_shown" in event)
+    return next(((int(note["classes_shown"]), int(note["classes"])) for note in notes), None)
 
 
 def _read_object(file: Path) -> dict[str, Any]:

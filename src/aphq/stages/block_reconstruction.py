@@ -8,6 +8,7 @@ it. Then they are rounded for good and the walk moves on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from aphq.engine.ragged import StateRows
 from aphq.engine.seeds import generator_for, seed_for, seeded
 from aphq.engine.workspace import Visit, Workspace
 from aphq.models.architecture import State, Unit, made
+from aphq.models.distillation import LogitDistillation
 from aphq.models.student import enable
 from aphq.quant.quantizer import Quantizer
 from aphq.quant.rounding import LearnedRounding
@@ -28,6 +30,7 @@ from aphq.stages.batches import map_error, mixed_rows, recordable, weighted_erro
 from aphq.stages.importance import ImportanceMap, Importances
 from aphq.stages.learnable import Learnable, Rounding, unit_modules
 
+log = logging.getLogger(__name__)
 FIRST_SCENES = 32  # the error to start from is a mean over these: they come one by one, and one may hold no object
 ErrorOf = Callable[[Any, Tensor], Tensor]  # (outputs, their indices) -> scalar
 
@@ -43,11 +46,20 @@ def reconstruct_blocks(work: Workspace, config: settings.BlockReconstruction) ->
             for module in unit_modules(work, unit):
                 enable(module)
             if unit in todo:
+                if unit.kind == "head" and isinstance(work.distillation, LogitDistillation):
+                    note_classes(work, config.NAME, made(unit, visit.teacher_out[slice(0, len(work.images))]))
                 curve = _reconstruct(work, config, importances, visit)
                 work.save_unit(config.NAME, unit)
                 work.folder.event("unit", stage=config.NAME, unit=unit.name, **curve.to_dict())
             del visit  # its rows go while the walk makes the next ones
         work.progress.finish()
+
+
+def note_classes(work: Workspace, stage: str, logits: Tensor) -> None:
+    """How many classes the float model sees in the images: what they do not show is learned worst."""
+    shown, classes = len(logits.argmax(1).unique()), logits.shape[1]
+    log.info("the float model sees %d of its %d classes in the calibration images", shown, classes)
+    work.folder.event("note", stage=stage, classes_shown=shown, classes=classes)
 
 
 def _reconstruct(
