@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--torch", action="store_true", help="PyTorch too, float32 and int8")
+    parser.add_argument("--softmax", default="exponentials", help="what of it becomes integers, or: probabilities")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="a JSON lines file to append to")
     args = parser.parse_args()
     line = measure(args)
@@ -30,7 +31,7 @@ def main() -> None:
         handle.write(json.dumps(line) + "\n")
 
 
-def quantized(name: str):
+def quantized(name: str, softmax: str):
     import timm
     import torch
 
@@ -38,7 +39,8 @@ def quantized(name: str):
     from aphq.presets import round_to_nearest
 
     torch.manual_seed(0)
-    recipe = round_to_nearest("w8a8").with_value("calibration.images", 2).with_value("scale_search.images", 2)
+    recipe = round_to_nearest("w8a8").with_value("activations.softmax", softmax)
+    recipe = recipe.with_value("calibration.images", 2).with_value("scale_search.images", 2)
     return aphq.quantize(timm.create_model(name).eval(), recipe, torch.randn(2, 3, 224, 224), device="cpu").model
 
 
@@ -81,7 +83,7 @@ def measure(args: argparse.Namespace) -> dict:
         sizes[name] = len(content)
         runs[name] = partial(runtime.open_session(content, args.threads)[0], images.numpy())
 
-    model = quantized(args.model)
+    model = quantized(args.model, args.softmax)
     plain = float_model(model)
     add("onnxruntime float32", plain, onnxruntime, "any")
     add("openvino float32", plain, openvino, "any")
@@ -113,6 +115,7 @@ def measure(args: argparse.Namespace) -> dict:
         "model": args.model,
         "threads": args.threads,
         "batch": args.batch,
+        "softmax": args.softmax,
         "rounds": len(times["openvino float32"][0]),
         "cpu": cpu_name(),
         "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA"),  # of OpenVINO, where the user holds it down

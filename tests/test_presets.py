@@ -35,7 +35,18 @@ def test_weights_of_few_bits_go_to_any_code_at_balanced_and_learn_their_rounding
 def test_without_gradients_few_bits_are_compensated_for() -> None:
     names = {bits: [s.NAME for s in preset(bits, "fast").stages] for bits in ("w3a3", "w4a8", "w6a6", "w8a4")}
     compensated = {bits: "error_compensation" in stages for bits, stages in names.items()}
-    assert compensated == {"w3a3": True, "w4a8": True, "w6a6": False, "w8a4": False}
+    assert compensated == {"w3a3": True, "w4a8": True, "w6a6": True, "w8a4": False}
+
+
+def test_exponentials_where_nothing_learns_and_levels_are_not_few() -> None:
+    chosen = {
+        (bits, effort)
+        for bits in (*PRESETS, "w5a5", "w8a4")
+        for effort in get_args(Effort)
+        if preset(bits, effort).activations.softmax == "exponentials"
+    }
+    assert chosen == {("w8a8", "fast"), ("w6a6", "fast"), ("w5a5", "fast")}
+    assert round_to_nearest("w8a8").activations.softmax == "probabilities"
 
 
 def test_attention_values_are_reparameterised_but_for_the_published_recipe() -> None:

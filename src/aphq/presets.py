@@ -2,8 +2,8 @@
 
 The efforts differ in which stages run and for how long:
 
-fast      reparameterisation and scale search, and for weights of 4 bits and less error compensation: seconds on a GPU,
-          a minute or two on a laptop
+fast      reparameterisation and scale search, and for weights of fewer than 8 bits error compensation: seconds on a
+          GPU, a minute or two on a laptop
 balanced  every stage, with a few hundred to a thousand steps per unit, weights of few bits learning straight through
           their rounding, and the `fisher` importance, which is seeded and needs only a few passes for all units
 paper     the published recipe: 20 000 steps per unit, augmented images, the `aph` importance
@@ -45,8 +45,7 @@ MLP_RATE = 4e-4  # ten times the published one: with so few steps its MLPs stop 
 # better on images they have not seen than weights that learn to go up or down at the published rate, and more so with
 # fewer inputs from the quantized prefix (results/README.md). Not measured beyond four bits: there is less to learn.
 WEIGHT_RATE, QUANTIZED_INPUTS = 0.003, 0.25
-# Up to here activations lack the levels for GELU's long flat tail, so that MLP reconstruction pays, and weights those
-# that would make their rounding harmless, so that error compensation does where nothing learns.
+# Up to here activations lack the levels for GELU's long flat tail, so that MLP reconstruction pays.
 LOW_BITS = 4
 
 
@@ -62,7 +61,7 @@ def preset(bits: str, effort: Effort | str = "balanced", *, seed: int = 3407) ->
         name=f"{bits.lower()}-{effort}",
         seed=seed,
         weights=Weights(bits=weight_bits, symmetric=weight_bits == EIGHT_BITS),
-        activations=_activations(activation_bits),
+        activations=_activations(weight_bits, activation_bits, effort),
         calibration=Calibration(images=128 if effort == "fast" else 1024, augment=effort == "paper"),
         stages=_stages(weight_bits, activation_bits, effort),
     )
@@ -78,18 +77,20 @@ def resolve_recipe(source: Recipe | str | Path, effort: str | None = None) -> Re
     return source if isinstance(source, Recipe) else Recipe.load(source)
 
 
-def _activations(bits: int) -> Activations:
+def _activations(weight_bits: int, bits: int, effort: str) -> Activations:
     """At eight bits q, k and v take one symmetric scale each, as integer kernels want it, at no cost in accuracy; below
-    that every level counts."""
-    if bits < EIGHT_BITS:
-        return Activations(bits=bits)
-    return Activations(bits=bits, attention="tensor", attention_symmetric=True)
+    that every level counts. Exponentials instead of probabilities take a quarter to a third off what five bits and more
+    lose by search alone; with fewer they help some models and harm others, and where scales learn they do not help."""
+    plain = effort != "fast" or min(weight_bits, bits) <= LOW_BITS
+    found = Activations(bits=bits, softmax="probabilities" if plain else "exponentials")
+    return found if bits < EIGHT_BITS else replace(found, attention="tensor", attention_symmetric=True)
 
 
 def round_to_nearest(bits: str) -> Recipe:
     """The baseline everybody starts from: ranges from the smallest and largest value seen, nothing else."""
     recipe = preset(bits, "fast")
-    return replace(recipe, name=f"{bits.lower()}-rtn", stages=(ScaleSearch(method="minmax"),))
+    plain = replace(recipe.activations, softmax="probabilities")
+    return replace(recipe, name=f"{bits.lower()}-rtn", activations=plain, stages=(ScaleSearch(method="minmax"),))
 
 
 def _stages(weight_bits: int, activation_bits: int, effort: str) -> tuple[Stage, ...]:
@@ -98,8 +99,10 @@ def _stages(weight_bits: int, activation_bits: int, effort: str) -> tuple[Stage,
     if effort != "paper":  # a finer search takes minutes on a CPU and was not better on held-out calibration images
         norms = LayerNormReparameterisation(images=64, candidates=48, values=True)
         search = ScaleSearch(images=64, candidates=48, rounds=1, tokens=1024, outlier_candidates=16)
-    if effort == "fast":  # at six bits and more there is too little to make up for
-        return (norms, search, ErrorCompensation()) if weight_bits <= LOW_BITS else (norms, search)
+    if effort == "fast":
+        search = replace(search, outlier_ratio=5)  # what stands out less far is not made good by learning here
+        # eight bits leave too little to make up for
+        return (norms, search, ErrorCompensation()) if weight_bits < EIGHT_BITS else (norms, search)
     if effort != "paper":
         importance = Importance(kind="fisher")
         steps = 1000 if min(weight_bits, activation_bits) <= LOW_BITS else 300

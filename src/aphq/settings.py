@@ -30,6 +30,9 @@ class Activations:
     attention: Literal["head", "tensor"] = "head"  # scales of q, k, softmax and v: one per head, or one for all
     image_bits: int | None = 8  # the input picture itself; it was made of 8-bit pixels
     attention_symmetric: bool = False  # q, k and v with their zero-points in the middle, as int8 kernels want them
+    # The left side of softmax times v: the probabilities; or the exponentials, of which the largest in each row is 1,
+    # with the product divided by their sum afterwards: rows of even attention keep as many levels as peaked ones.
+    softmax: Literal["probabilities", "exponentials"] = "probabilities"
 
 
 @dataclass(frozen=True)

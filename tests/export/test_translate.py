@@ -89,6 +89,8 @@ def test_every_width_is_exact(tiny_vit: nn.Module, bits: str, style: str) -> Non
         {"weights__granularity": "tensor"},
         {"activations__symmetric": True},
         {"activations__attention": "head"},
+        {"activations__softmax": "exponentials"},
+        {"activations__softmax": "exponentials", "activations__attention": "head"},
         {"activations__attention": "head", "activations__attention_symmetric": False},
         {"activations__attention_symmetric": False},
         {"overrides__head": None},
@@ -104,8 +106,9 @@ def test_every_number_format_is_exact(tiny_vit: nn.Module, changes: dict[str, An
     assert relative(run(exported(model), images), model(images)) < EXACT
 
 
-def test_swin_below_eight_bits(tiny_swin: nn.Module) -> None:
-    model = calibrated(tiny_swin, "w4a4")
+@pytest.mark.parametrize("softmax", ["probabilities", "exponentials"])
+def test_swin_below_eight_bits(tiny_swin: nn.Module, softmax: str) -> None:
+    model = calibrated(tiny_swin, "w4a4", activations__softmax=softmax)
     images = normalised(model, 8)
     assert relative(run(exported(model), images), model(images)) < EXACT
 

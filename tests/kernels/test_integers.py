@@ -18,7 +18,7 @@ from aphq.kernels.byte_codes import codes
 from aphq.kernels.byte_linear import LARGE, SMALL, Tile, linear
 from aphq.kernels.integers import TWO_PASSES
 from aphq.models.architecture import predict
-from aphq.models.attention import probabilities
+from aphq.models.attention import biased, exponentials
 from aphq.quant.quantizer import Quantizer
 from aphq.runtimes.int8 import to_int8
 from aphq.runtimes.int8_layers import affine_of, bytes_by
@@ -122,8 +122,14 @@ def quantizer(random: Random, low: float, high: float, per_head: bool, symmetric
 @pytest.mark.parametrize("given", ["floats", "bytes"])
 @pytest.mark.parametrize("emits", [False, True])
 @pytest.mark.parametrize(
-    ("tokens", "per_head", "symmetric", "periods"),
-    [(37, False, True, 0), (37, True, False, 4), (70, True, False, 2), (70, False, False, 0)],
+    ("tokens", "per_head", "symmetric", "periods", "late"),
+    [
+        (37, False, True, 0, False),
+        (37, True, False, 4, True),
+        (70, True, False, 2, False),
+        (70, False, False, 0, False),
+        (70, False, True, 2, True),
+    ],
 )
 def test_attention(
     random: Random,
@@ -131,6 +137,7 @@ def test_attention(
     per_head: bool,
     symmetric: bool,
     periods: int,
+    late: bool,
     given: str,
     emits: bool,
     block: Block,
@@ -140,16 +147,19 @@ def test_attention(
     k, v = random(batch, 3, tokens, 20), random(batch, 3, tokens, 33)
     bias = random(periods, 1, tokens, tokens) if periods else None
     operands = [quantizer(random, -1.5, 1.7, per_head, symmetric) for _ in range(2)]
-    softmax, values = quantizer(random, 0.0, 0.2, per_head, False), quantizer(random, -2.0, 1.5, per_head, symmetric)
+    softmax = quantizer(random, 0.0, 1.0 if late else 0.2, per_head, False)
+    values = quantizer(random, -2.0, 1.5, per_head, symmetric)
     scores = operands[0].integers(q) @ operands[1].integers(k).transpose(-2, -1)
-    p = probabilities(scores * (operands[0].scale * operands[1].scale), 0.2, bias)
+    scores = biased(scores * (operands[0].scale * operands[1].scale), 0.2, bias)
+    p = exponentials(scores) if late else scores.softmax(-1)
     wanted = (softmax.integers(p) @ values.integers(v)) * (softmax.scale * values.scale)
+    wanted = wanted / p.sum(-1, keepdim=True) if late else wanted
     affines = torch.stack([affine_of(one, 3) for one in (*operands, softmax, values)])
     if given == "bytes":
         q, k, v = (bytes_by(x, affines[i, :, :, None, None]) for x, i in ((q, 0), (k, 1), (v, 3)))
     out = torch.tensor([0.013, -100.0, 155.0, 28.0, 1 / 0.013], device=DEVICE) if emits else None
-    shifted = {"qk_shifted": not symmetric, "v_shifted": not symmetric}
-    found = attention(q, k, v, 0.2, bias, affines, torch.float32, out, block=block, **shifted)
+    options: dict[str, Any] = {"qk_shifted": not symmetric, "v_shifted": not symmetric, "relative": late}
+    found = attention(q, k, v, 0.2, bias, affines, torch.float32, out, block=block, **options)
     assert found.transpose(1, 2).flatten(2).data_ptr() == found.data_ptr()  # as the projection reads it, no copy
     assert found.shape == wanted.shape
     # a probability on the edge between two codes may take either
@@ -191,9 +201,13 @@ FIRST = {"vit": "blocks.0", "swin": "layers.0.blocks.1"}
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("kind", ["vit", "swin"])
 @pytest.mark.parametrize("per_head", [True, False])
-def test_a_model_of_bytes_is_the_simulated_one(kind: str, per_head: bool, tiny_vit: Any, tiny_swin: Any) -> None:
+@pytest.mark.parametrize("softmax", ["probabilities", "exponentials"])
+def test_a_model_of_bytes_is_the_simulated_one(
+    kind: str, per_head: bool, softmax: str, tiny_vit: Any, tiny_swin: Any
+) -> None:
     float_model = {"vit": tiny_vit, "swin": tiny_swin}[kind]
-    model = calibrated(float_model, activations__attention="head" if per_head else "tensor")
+    options = {"activations__attention": "head" if per_head else "tensor", "activations__softmax": softmax}
+    model = calibrated(float_model, **options)
     images = normalised(model, 3)
     found, seen = watched(fused_model(model), images)
     assert relative(found, model(images)) < 1e-3

@@ -17,7 +17,8 @@ from aphq.kernels.relu import relu_and_clamped
 from aphq.kernels.rounding import soft_weight
 from aphq.kernels.rows import mixed_rows, weighted_error
 from aphq.kernels.softmax import quantized_softmax
-from aphq.models.attention import probabilities
+from aphq.models.attention import biased as biased_scores
+from aphq.models.attention import exponentials, probabilities
 from aphq.quant.affine import fake_quantize_learned
 from aphq.quant.drop import Drop, hashed_mask
 from aphq.quant.quantizer import Quantizer
@@ -141,17 +142,23 @@ def test_softmax_of_padded_scores(random: Callable[..., Tensor], biased: bool) -
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("columns", [7, 17])
-def test_softmax(random: Callable[..., Tensor], biased: bool, grouped: bool, columns: int) -> None:
+@pytest.mark.parametrize("relative", [False, True])
+def test_softmax(random: Callable[..., Tensor], biased: bool, grouped: bool, columns: int, relative: bool) -> None:
     scores = 2 * random(4, 3, columns, columns)
     bias = random(2, 3, columns, columns) if biased else None
     scale = random(3, 1, 1).abs() * 0.1 + 0.02 if grouped else torch.tensor([0.05], device=DEVICE)
     zero_point, drops = torch.zeros_like(scale), drop()
-    same(
-        lambda scores, scale: quantized_softmax(scores, 0.7, bias, scale, zero_point, 7, drops),
-        lambda scores, scale: fake_quantize_learned(probabilities(scores, 0.7, bias), scale, zero_point, 3, drops),
-        scores,
-        scale,
-    )
+
+    def plain(scores: Tensor, scale: Tensor) -> Tensor:
+        if not relative:
+            return fake_quantize_learned(probabilities(scores, 0.7, bias), scale, zero_point, 3, drops)
+        weights = exponentials(biased_scores(scores, 0.7, bias))
+        return fake_quantize_learned(weights, scale, zero_point, 3, drops) / weights.sum(-1, keepdim=True)
+
+    def fused(scores: Tensor, scale: Tensor) -> Tensor:
+        return quantized_softmax(scores, 0.7, bias, scale, zero_point, 7, drops, relative=relative)
+
+    same(fused, plain, scores, scale)
 
 
 @pytest.mark.parametrize("shape", [(13, 37), (8, 3, 4, 4)])

@@ -35,24 +35,27 @@ def test_opening_twice_is_opening_once(tiny_vit: Any) -> None:
     assert opened(tiny_vit) == first
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_watched_attention_sees_its_operands_and_gives_the_same(variant: Any, fused: bool) -> None:
-    """Watching makes the products be computed as they stand; only the order of roundings differs."""
+@pytest.mark.parametrize(("fused", "late"), [(False, False), (True, False), (True, True)])
+def test_a_watched_attention_sees_its_operands_and_gives_the_same(variant: Any, fused: bool, late: bool) -> None:
+    """Watching makes the products be computed as they stand, on probabilities or on exponentials whose sum divides the
+    product; only the order of roundings differs."""
     images = images_for(variant)
     before = predict(variant, images)
     seen: dict[str, tuple[Tensor, ...]] = {}
     attentions = opened(variant)
     for module in attentions:
-        module.fused = fused
+        module.fused, module.pv.divides = fused, late and module.averages
     for name, module in variant.named_modules():
         if name.endswith((".qk", ".pv")):
             module.register_forward_pre_hook(lambda _, inputs, name=name: seen.__setitem__(name, inputs))
     torch.testing.assert_close(predict(variant, images), before, rtol=1e-3, atol=1e-4)
     assert len(seen) == 2 * len(attentions)
-    for name, (left, right) in seen.items():
+    for name, (left, right, *total) in seen.items():
         assert left.shape[1] == right.shape[1] == variant.get_submodule(name).heads
         if name.endswith(".pv") and variant.get_submodule(name.removesuffix(".pv")).averages:
-            torch.testing.assert_close(left.sum(-1), torch.ones(left.shape[:-1]))
+            sums = left.sum(-1, keepdim=True)
+            torch.testing.assert_close(sums, total[0] if late else torch.ones_like(sums))
+            assert not late or bool((left.amax(-1) == 1).all())
 
 
 @pytest.mark.parametrize("family", ["vit", "swin"])

@@ -65,12 +65,19 @@ def path(*, fast: bool, tf32: bool) -> Iterator[list[list[Tensor]]]:
 
 
 def prepared(
-    model: nn.Module, device: torch.device, steps: int, kind: str, batch: int = 8, weight_lr: float = 0.0
+    model: nn.Module,
+    device: torch.device,
+    steps: int,
+    kind: str,
+    batch: int = 8,
+    weight_lr: float = 0.0,
+    softmax: str = "probabilities",
 ) -> Workspace:
     """A student with ReLU MLPs and ranges, on the device."""
     recipe = short(
         "w3a3",
         steps=steps,
+        activations__softmax=softmax,
         importance__kind=kind,
         scale_search__method="minmax",
         mlp_reconstruction__batch=batch,
@@ -150,10 +157,10 @@ def compare(
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("family", KINDS)
-@pytest.mark.parametrize("weight_lr", [0.0, 0.003])
-def test_blocks_in_the_interpreter(family: str, weight_lr: float, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("weight_lr", "softmax"), [(0.0, "probabilities"), (0.003, "exponentials")])
+def test_blocks_in_the_interpreter(family: str, weight_lr: float, softmax: str, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(family)
-    how: Any = {"steps": 2, "kind": "fisher", "batch": 2, "weight_lr": weight_lr}
+    how: Any = {"steps": 2, "kind": "fisher", "batch": 2, "weight_lr": weight_lr, "softmax": softmax}
     compare(model, KINDS[family], torch.device("cpu"), tf32=False, **how)
 
 
@@ -171,7 +178,7 @@ def test_blocks_on_the_gpu(family: str, kind: str, tf32: bool, request: pytest.F
 def test_weights_that_learn_straight_through_on_the_gpu(
     family: str, tf32: bool, request: pytest.FixtureRequest
 ) -> None:
-    how: Any = {"steps": 50, "kind": "fisher", "weight_lr": 0.003}
+    how: Any = {"steps": 50, "kind": "fisher", "weight_lr": 0.003, "softmax": "exponentials"}
     compare(request.getfixturevalue(family), KINDS[family], CUDA, tf32, **how)
 
 

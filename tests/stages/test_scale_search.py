@@ -3,11 +3,14 @@ import torch
 from torch import nn
 
 from aphq.engine.workspace import Workspace
-from aphq.models.student import finalise
-from aphq.quant.layers import quantizers
-from aphq.recipe import Recipe
+from aphq.models.attention import exponentials, open_attentions
+from aphq.models.student import enable, finalise
+from aphq.quant.layers import QuantizedProduct, quantizers
+from aphq.quant.quantizer import Quantizer
+from aphq.recipe import Recipe, ScaleSearch
 from aphq.stages.layernorm import reparameterise_norms
-from aphq.stages.scale_search import search_scales
+from aphq.stages.samples import Sample
+from aphq.stages.scale_search import search_product, search_scales
 
 from ..runs import all_images, pixels, short, workspace
 
@@ -53,6 +56,42 @@ def test_every_method_sets_every_quantizer(request: pytest.FixtureRequest, famil
     x = all_images(work)
     expected = work.teacher(x)
     assert torch.allclose(work.student(x), expected, rtol=1e-3, atol=1e-3)
+    assert error(work) < 0.6
+
+
+@pytest.mark.parametrize("bits", [6, 4, 3])
+def test_exponentials_lose_less_where_some_rows_are_peaked_and_some_are_even(bits: int) -> None:
+    """One scale for their probabilities fits neither."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(8, 2, 50, 50, generator=generator) * torch.linspace(0.2, 6, 50)[:, None]
+    v = torch.randn(8, 2, 50, 16, generator=generator)
+    errors = {}
+    for divides in (False, True):
+        product = QuantizedProduct(2)
+        product.left, product.right = Quantizer(bits, False, (2, 1, 1)), Quantizer(8, False, (2, 1, 1))
+        product.divides = divides
+        samples = (Sample((2, 1, 1)), Sample((2, 1, 1)))
+        for sample, x in zip(samples, (scores.softmax(-1), v), strict=True):
+            sample.add(x, x)
+        search_product(product, samples, ScaleSearch(rounds=1))
+        enable(product)
+        weights = exponentials(scores)
+        given = (weights, v, weights.sum(-1, keepdim=True)) if divides else (scores.softmax(-1), v)
+        errors[divides] = float((product(*given) - scores.softmax(-1) @ v).norm())
+    torch.testing.assert_close(torch.stack(product.left.limits()).unique(), torch.tensor([0.0, 1.0]))
+    assert errors[True] < 0.7 * errors[False]
+
+
+@pytest.mark.parametrize("family", ["vit", "swin"])
+@pytest.mark.parametrize("softmax", ["probabilities", "exponentials"])
+def test_a_recipe_chooses_what_of_the_softmax_becomes_integers(
+    request: pytest.FixtureRequest, family: str, softmax: str
+) -> None:
+    recipe = short("w6a6", "fast", activations__softmax=softmax)
+    work = searched(request.getfixturevalue(family)(), recipe)
+    for _, attention in open_attentions(work.student):
+        assert attention.pv.divides == (softmax == "exponentials")
+        assert not attention.qk.divides
     assert error(work) < 0.6
 
 

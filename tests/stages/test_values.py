@@ -32,10 +32,10 @@ def attentions(model: nn.Module) -> dict[str, Any]:
 
 
 def seen_by(work: Workspace, child: str) -> dict[str, Tensor]:
-    """The last input of a child of every attention, [tokens, channels]; that of `pv` is the values."""
+    """The input of a child of every attention, [tokens, channels]; of `pv` that is the values."""
     modules = {name: attention.get_submodule(child) for name, attention in attentions(work.student).items()}
     seen: dict[str, Tensor] = {}
-    with torch.no_grad(), watch_inputs(modules, lambda name, inputs: seen.update({name: inputs[-1]})):
+    with torch.no_grad(), watch_inputs(modules, lambda name, inputs: seen.update({name: inputs[child == "pv"]})):
         work.student(all_images(work))
     return {name: (x.transpose(1, 2).flatten(2) if x.ndim == 4 else x).flatten(0, -2) for name, x in seen.items()}
 

@@ -292,6 +292,7 @@ def _unary(operator: str) -> Translate:
 
 OPERATORS[aten.neg.default] = _unary("Neg")
 OPERATORS[aten.tanh.default] = _unary("Tanh")
+OPERATORS[aten.exp.default] = _unary("Exp")
 
 
 @translates(aten.linalg_vector_norm.default)
@@ -364,6 +365,13 @@ def rms_norm(
 @translates(aten.mean.dim)
 def mean(context: Context, shape: tuple[int, ...], x: Value, axes: list[int], keepdim: bool = False, **_: Any) -> Value:
     return Value(context.graph.node("ReduceMean", [x.name, context.graph.ints(axes)], keepdims=int(keepdim)), shape)
+
+
+@translates(aten.sum.dim_IntList)
+def summed(
+    context: Context, shape: tuple[int, ...], x: Value, axes: list[int], keepdim: bool = False, **_: Any
+) -> Value:
+    return Value(context.graph.node("ReduceSum", [x.name, context.graph.ints(axes)], keepdims=int(keepdim)), shape)
 
 
 @translates(aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default)

@@ -73,15 +73,15 @@ def _window(layer: QuantizedConv2d, name: str) -> tuple[Any, ...]:
 
 
 class _ProductSite(QuantizedProduct):
-    def __init__(self, heads: int, name: str) -> None:
-        super().__init__(heads)
-        self.name = name
+    def __init__(self, source: QuantizedProduct, name: str) -> None:
+        super().__init__(source.heads)
+        self.name, self.divides = name, source.divides
 
     @property
     def active(self) -> bool:
         return True  # a fused float kernel would swallow the site
 
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
         out: Tensor = torch.ops.aphq.product(left, right, self.name)
         return out
 
@@ -129,7 +129,7 @@ def trace(model: nn.Module, sample: Tensor, dynamic_batch: bool = False, step: S
     any size."""
     sites = dict(quantized_sites(model))
     stand_ins: dict[int, Any] = {
-        id(site): _LayerSite(site, name) if isinstance(site, QuantizedLayer) else _ProductSite(site.heads, name)
+        id(site): _LayerSite(site, name) if isinstance(site, QuantizedLayer) else _ProductSite(site, name)
         for name, site in sites.items()
     }
     shell = copy.deepcopy(model, stand_ins)  # a copy that has the stand-in wherever the site was

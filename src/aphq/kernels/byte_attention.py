@@ -84,7 +84,7 @@ def _byte_attention(
     heads, queries, keys, channels, width, periods,
     q_batch, q_head, q_token, q_channel, k_batch, k_head, k_token, k_channel, v_batch, v_head, v_token, v_channel,
     given: tl.constexpr, qk_shifted: tl.constexpr, v_shifted: tl.constexpr, has_bias: tl.constexpr,
-    emits: tl.constexpr, once: tl.constexpr,
+    emits: tl.constexpr, relative: tl.constexpr, once: tl.constexpr,
     query_block: tl.constexpr, key_block: tl.constexpr, channel_block: tl.constexpr, width_block: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(queries, query_block)  # programs that share keys run side by side
@@ -106,7 +106,8 @@ def _byte_attention(
             bias_ptr, query, queries, given, qk_shifted, has_bias,
         )  # fmt: skip
         weights = tl.exp(scores - tl.max(scores, 1)[:, None])
-        inverse = p_inverse / tl.sum(weights, 1)
+        total = tl.sum(weights, 1)
+        inverse = p_inverse + 0 * total if relative else p_inverse / total
         p = as_bytes(weights * inverse[:, None], p_low, p_high, p_shift)
         p = tl.where(key[None, :] < keys, p, 0).to(tl.int8)
         v = _load_bytes(v_ptr, key, keys, value, width, v_token, v_channel, affines_ptr, 3, head, heads, given)
@@ -126,7 +127,7 @@ def _byte_attention(
             larger = tl.maximum(largest, tl.max(scores, 1))
             total = total * tl.exp(largest - larger) + tl.sum(tl.exp(scores - larger[:, None]), 1)
             largest = larger
-        inverse = p_inverse / total
+        inverse = p_inverse + 0 * total if relative else p_inverse / total
         sums = tl.zeros((query_block, width_block), tl.int32)
         p_sum = tl.zeros((query_block,), tl.int32)
         v_sum = tl.zeros((width_block,), tl.int32)
@@ -149,6 +150,8 @@ def _byte_attention(
         v_shift = tl.load(affines_ptr + 18 * heads + head).to(tl.int32)
         sums += v_shift * p_sum[:, None] + keys * shift * v_shift
     out = sums.to(tl.float32) * (p_scale * tl.load(affines_ptr + 15 * heads + head))
+    if relative:
+        out = out / total[:, None]
     # [batch, queries, heads, width]: as the output projection reads it
     token = batch.to(tl.int64) * queries + query[:, None]
     place = out_ptr + (token * heads + head) * width + value[None, :]
@@ -163,14 +166,15 @@ def _byte_attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, factor: float, bias: Tensor | None, affines: Tensor,
     dtype: torch.dtype, emits: Tensor | None = None, qk_shifted: bool = True, v_shifted: bool = True,
-    block: Block = BLOCK,
+    relative: bool = False, block: Block = BLOCK,
 ) -> Tensor:  # fmt: skip
     """softmax(q k^T factor + bias) v, [batch, heads, tokens, channels] each, all three floats or all three bytes.
 
     `affines` [4, 5, heads] holds for q, k, softmax and v their scales, least and largest code less the zero-point, what
     brings both into a signed byte (`qk_shifted` and `v_shifted` may be False where that is zero), and the scales'
-    inverses. The result, of `dtype` or int8 if `emits` [5] says the same of the output, lies in memory as [batch,
-    tokens, heads, channels]."""
+    inverses. With `relative` the scale of the softmax is relative to the largest of each row: it is the exponentials
+    that become integers, and their sum divides the product. The result, of `dtype` or int8 if `emits` [5] says the same
+    of the output, lies in memory as [batch, tokens, heads, channels]."""
     (batch, heads, queries, channels), keys, width = q.shape, k.shape[2], v.shape[3]
     out = torch.empty(batch, queries, heads, width, device=q.device, dtype=dtype if emits is None else torch.int8)
     if bias is not None:
@@ -185,7 +189,7 @@ def attention(
         heads, queries, keys, channels, width, 1 if bias is None else bias.shape[0],
         *q.stride(), *k.stride(), *v.stride(),
         given=q.dtype == torch.int8, qk_shifted=qk_shifted, v_shifted=v_shifted, has_bias=bias is not None,
-        emits=emits is not None, once=once, query_block=query_block, key_block=key_block,
+        emits=emits is not None, relative=relative, once=once, query_block=query_block, key_block=key_block,
         channel_block=_side(channels, SMALLEST_INNER), width_block=_side(width, SMALLEST),
         num_warps=block.warps,
     )  # fmt: skip

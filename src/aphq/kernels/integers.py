@@ -56,6 +56,9 @@ def _check_attention(device: torch.device) -> None:
     values = (x.float() / 100).to(device)  # on their grid
     found = byte_attention.attention(values, values, values, *given, torch.float32)
     torch.testing.assert_close(found.cpu(), wanted)
+    for block in (byte_attention.BLOCK, TWO_PASSES):  # exponentials of 1, cut off at 255 * 0.003
+        found = byte_attention.attention(values, values, values, *given, torch.float32, relative=True, block=block)
+        torch.testing.assert_close(found.cpu(), torch.full((40, 40), 255 * 0.003 / 40) @ (x.float() / 100))
     x = x.to(device)
     found = byte_attention.attention(x, x, x, *given, torch.float32, emits=affine[:, 0].to(device), block=TWO_PASSES)
     assert ((found.cpu() - wanted / 0.01).abs() < 0.51).all(), "bytes of an attention are wrong"

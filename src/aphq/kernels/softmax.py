@@ -1,6 +1,8 @@
 """Attention probabilities through a quantizer: scale, bias, softmax, codes and drops in one pass, and one back.
 
-Twin: `models.attention.probabilities` and a quantizer.
+Twin: `models.attention.probabilities` and a quantizer; or, where the quantizer's scale is `relative` to the largest
+probability of a row, `models.attention.exponentials`, a quantizer and a division by their sum. That largest is one over
+the sum, so exponentials with one scale are probabilities whose scale is divided by the sum of their row.
 """
 
 from __future__ import annotations
@@ -30,24 +32,27 @@ def _softmax_row(
         at = ((member * heads + matrix % heads).to(tl.int64) * rows + row) * columns + column
         scores += tl.load(bias_ptr + at, mask=inside & (row + column * 0 < rows), other=0.0)
     raised = tl.exp(scores - tl.max(scores, axis=0))
-    return raised / tl.sum(raised, axis=0)
+    total = tl.sum(raised, axis=0)
+    return raised / total, total
 
 
 @triton.jit(do_not_specialize=NEVER_SPECIALIZED)
 def _forward(
     scores_ptr, bias_ptr, y_ptr, scale_ptr, zero_ptr, step_ptr, seed, threshold, first, top,
     padded_columns, padded_rows, columns, rows, heads, periods, factor,
-    biased: tl.constexpr, grouped: tl.constexpr, drops: tl.constexpr, block: tl.constexpr,
+    biased: tl.constexpr, grouped: tl.constexpr, drops: tl.constexpr, relative: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     matrix, row = tl.program_id(0) // padded_rows, tl.program_id(0) % padded_rows
     column = tl.arange(0, block)
     inside = column < columns
-    p = _softmax_row(
+    p, total = _softmax_row(
         scores_ptr, bias_ptr, matrix, row, column, inside, padded_columns, padded_rows, columns, rows, heads, periods,
         factor, biased,
     )  # fmt: skip
     group = matrix % heads if grouped else 0
     scale, zero = tl.load(scale_ptr + group), tl.load(zero_ptr + group)
+    if relative:
+        scale = scale / total
     y, _, _, _ = through_codes(p, scale, -zero, top - zero)
     if drops:
         element = (matrix.to(tl.int64) * rows + row) * columns + column
@@ -60,29 +65,36 @@ def _forward(
 def _backward(
     grad_ptr, scores_ptr, bias_ptr, grad_scores_ptr, partial_ptr, scale_ptr, zero_ptr, step_ptr, seed, threshold, first,
     top, padded_columns, padded_rows, columns, rows, heads, periods, factor,
-    biased: tl.constexpr, grouped: tl.constexpr, drops: tl.constexpr, block: tl.constexpr,
+    biased: tl.constexpr, grouped: tl.constexpr, drops: tl.constexpr, relative: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     matrix, row = tl.program_id(0) // padded_rows, tl.program_id(0) % padded_rows
     column = tl.arange(0, block)
     inside = column < columns
-    p = _softmax_row(
+    p, total = _softmax_row(
         scores_ptr, bias_ptr, matrix, row, column, inside, padded_columns, padded_rows, columns, rows, heads, periods,
         factor, biased,
     )  # fmt: skip
     group = matrix % heads if grouped else 0
     scale, zero = tl.load(scale_ptr + group), tl.load(zero_ptr + group)
-    _, code, v, unclamped = through_codes(p, scale, -zero, top - zero)
+    if relative:
+        scale = scale / total
+    y, code, v, unclamped = through_codes(p, scale, -zero, top - zero)
     slope = code - tl.where(unclamped, v, 0.0)
+    if relative:
+        slope = slope / total
     if drops:
         element = (matrix.to(tl.int64) * rows + row) * columns + column
         drop = dropped(element + first, seed, step_ptr, threshold)
         slope = tl.where(drop, 0.0, slope)
         unclamped = unclamped | drop
+        y = tl.where(drop, p, y)
     at = (matrix.to(tl.int64) * padded_rows + row) * padded_columns + column
     grad = tl.load(grad_ptr + at, mask=inside & (row + column * 0 < rows), other=0.0)
     tl.store(partial_ptr + tl.program_id(0), tl.sum(grad * slope, axis=0))
-    grad = tl.where(unclamped, grad, 0.0)
-    grad = p * (grad - tl.sum(grad * p, axis=0)) * factor
+    passed = tl.where(unclamped, grad, 0.0)
+    # the sum divides what the quantizer is given, or, if the scale is relative, what it gave
+    common = tl.sum(grad * y, axis=0) if relative else tl.sum(passed * p, axis=0)
+    grad = p * (passed - common) * factor
     tl.store(grad_scores_ptr + at, tl.where(inside, grad, 0.0), mask=column < padded_columns)
 
 
@@ -95,13 +107,16 @@ def quantized_softmax(
     top: int,
     drop: Drop | None,
     size: tuple[int, int] | None = None,
+    relative: bool = False,
 ) -> Tensor:
     """Q(softmax(factor * scores + bias)) over the last dimension of [batch, heads, rows, columns]; the bias is
-    [periods, heads, rows, columns], repeated over the batch. Gradients for the scores and the quantizer's scale.
+    [periods, heads, rows, columns], repeated over the batch. Gradients for the scores and the quantizer's scale, which
+    may be `relative` to the largest of each row.
 
     `size` is the (rows, columns) that count; the result is zero outside them."""
     size = size or (scores.shape[2], scores.shape[3])
-    result: Tensor = _QuantizedSoftmax.apply(scores.contiguous(), factor, bias, scale, zero_point, top, drop, size)
+    given = (scores.contiguous(), factor, bias, scale, zero_point, top, drop, size, relative)
+    result: Tensor = _QuantizedSoftmax.apply(*given)
     return result
 
 
@@ -117,6 +132,7 @@ class _QuantizedSoftmax(torch.autograd.Function):
         top: int,
         drop: Drop | None,
         size: tuple[int, int],
+        relative: bool,
     ) -> Tensor:
         batch, heads, padded_rows, padded_columns = scores.shape
         rows, columns = size
@@ -131,6 +147,7 @@ class _QuantizedSoftmax(torch.autograd.Function):
             "biased": bias is not scores,
             "grouped": scale.numel() > 1,
             "drops": drop is not None,
+            "relative": relative,
             "block": triton.next_power_of_2(padded_columns),
             "num_warps": 1 if padded_columns <= ONE_WARP else 4,  # a row in one warp needs no shared memory
         }
@@ -150,4 +167,4 @@ class _QuantizedSoftmax(torch.autograd.Function):
             grads[0].contiguous(), scores, bias, grad_scores, partial, scale, zero_point, step, *numbers, **options
         )
         grad_scale = partial.sum((0, 2) if options["grouped"] else (0, 1, 2)).reshape(scale.shape)
-        return grad_scores, None, None, grad_scale, None, None, None, None
+        return grad_scores, None, None, grad_scale, None, None, None, None, None

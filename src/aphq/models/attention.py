@@ -100,8 +100,7 @@ class OpenAttention(nn.Module):
             if self._learning() and kernels.usable(q) and (bias is None or not bias.requires_grad):
                 return self._fused_core(q, k, v, bias)
             # the scale comes after the product of integers, where it costs nothing
-            out: Tensor = self.pv(probabilities(self.qk(q, k.transpose(-2, -1)), self.scale, bias), v)
-            return out
+            return self.mix_values(self.qk(q, k.transpose(-2, -1)), self.scale, bias, v)
         if self.fused:
             if bias is not None and len(bias) not in (1, len(q)):
                 bias = bias.repeat(len(q) // len(bias), 1, 1, 1)
@@ -109,6 +108,16 @@ class OpenAttention(nn.Module):
         if self.late_scale:
             return probabilities(q @ k.transpose(-2, -1), self.scale, bias) @ v
         return probabilities((q * self.scale) @ k.transpose(-2, -1), 1.0, bias) @ v
+
+    def mix_values(self, scores: Tensor, factor: float | Tensor, bias: Tensor | None, v: Tensor) -> Tensor:
+        """softmax(factor * scores + bias) v by the second product."""
+        scores = biased(scores, factor, bias)
+        if not self.pv.divides:
+            out: Tensor = self.pv(scores.softmax(dim=-1), v)
+            return out
+        weights = exponentials(scores)
+        out = self.pv(weights, v, weights.sum(dim=-1, keepdim=True))
+        return out
 
     def _learning(self) -> bool:
         return all(quantizer is not None and quantizer.learning for quantizer in self.operand_quantizers)
@@ -129,7 +138,7 @@ class OpenAttention(nn.Module):
         if bias is not None:
             bias = bias.expand(-1, self.num_heads, *size)
         scores = operand(self.qk.left, q) @ operand(self.qk.right, k).transpose(-2, -1)
-        p = quantized_softmax(scores, self.scale, bias, *affine, size)
+        p = quantized_softmax(scores, self.scale, bias, *affine, size, relative=self.pv.divides)
         return (p @ operand(self.pv.right, v))[:, :, : size[0]]
 
 
@@ -159,6 +168,17 @@ def open_attentions(model: nn.Module) -> Iterator[tuple[str, OpenAttention]]:
 
 def probabilities(scores: Tensor, factor: float | Tensor, bias: Tensor | None) -> Tensor:
     """softmax(factor * scores + bias), the bias repeated over the batch."""
+    return biased(scores, factor, bias).softmax(dim=-1)
+
+
+def exponentials(scores: Tensor) -> Tensor:
+    """What a softmax divides by its sum: 1 is the largest of each row. Which one that is has no gradient, because all
+    of a row times a constant gives the same softmax."""
+    return (scores - scores.detach().amax(dim=-1, keepdim=True)).exp()
+
+
+def biased(scores: Tensor, factor: float | Tensor, bias: Tensor | None) -> Tensor:
+    """factor * scores + bias, the bias repeated over the batch."""
     if isinstance(factor, Tensor) or factor != 1:
         scores = scores * factor
     if bias is not None:
@@ -167,7 +187,7 @@ def probabilities(scores: Tensor, factor: float | Tensor, bias: Tensor | None) -
             scores = scores + bias
         else:
             scores = (scores.unflatten(0, (-1, len(bias))) + bias).flatten(0, 1)
-    return scores.softmax(dim=-1)
+    return scores
 
 
 class VitAttention(OpenAttention):

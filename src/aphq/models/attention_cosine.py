@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aphq.models.attention import OpenAttention, probabilities
+from aphq.models.attention import OpenAttention
 
 LARGEST_FACTOR = math.log(1 / 0.01)
 WIDEST_BIAS = 16
@@ -46,8 +46,7 @@ class CosineAttention(OpenAttention):
         """`bias` is the mask of windows; the bias of positions comes first, as in the originals."""
         factor = self.logit_scale.clamp(max=LARGEST_FACTOR).exp()
         scores = self.qk(_unit(q), _unit(k).transpose(-2, -1)) * factor + self.position_bias()
-        out: Tensor = self.pv(probabilities(scores, 1.0, bias), v)
-        return out
+        return self.mix_values(scores, 1.0, bias, v)
 
 
 def _unit(x: Tensor) -> Tensor:

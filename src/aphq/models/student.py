@@ -12,6 +12,7 @@ from torch import nn
 
 from aphq.errors import RecipeError
 from aphq.models.architecture import Architecture, Mlp, Unit, replace_module
+from aphq.models.attention import open_attentions
 from aphq.quant.layers import (
     QuantizedConv2d,
     QuantizedConvTranspose2d,
@@ -71,6 +72,9 @@ def equip(student: nn.Module, units: Sequence[Unit], recipe: Recipe) -> None:
             shape = (module.heads, 1, 1) if recipe.activations.attention == "head" else (1,)
             if bits is not None:
                 module.left, module.right = _operands(recipe.activations, name, bits, shape)
+    for _, attention in open_attentions(student):
+        late = recipe.activations.softmax == "exponentials" and attention.averages
+        attention.pv.divides = late and attention.pv.left is not None
     _check_patterns(student, recipe)
 
 

@@ -198,11 +198,15 @@ class QuantizedConvTranspose2d(QuantizedLayer):
 
 
 class QuantizedProduct(nn.Module):
-    """left [batch, heads, n, k] @ right [batch, heads, k, m], each with a quantizer (or None)."""
+    """left [batch, heads, n, k] @ right [batch, heads, k, m], each with a quantizer (or None).
+
+    With `divides` the left side are exponentials, 1 the largest of each row, and the product is divided by `total`
+    [batch, heads, n, 1], their sum."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.heads = heads
+        self.divides = False
         self.left: Quantizer | None = None
         self.right: Quantizer | None = None
 
@@ -211,7 +215,11 @@ class QuantizedProduct(nn.Module):
         """Whether the product must be computed as it stands, rather than by a fused float kernel."""
         return bool(self._forward_pre_hooks) or any(q is not None and q.enabled for q in (self.left, self.right))
 
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+    def forward(self, left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
+        out = self.multiply(left, right)
+        return out if total is None else out / total
+
+    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
         if self.left is not None and self.right is not None and settled(self.left, self.right, left, right):
             return (self.left.integers(left) @ self.right.integers(right)).mul_(self.left.scale * self.right.scale)
         if self.left is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aphq.models.attention import OpenAttention, probabilities
+from aphq.models.attention import OpenAttention, biased, exponentials
 from aphq.quant.affine import clamp_
 from aphq.runtimes.int8_layers import OnBytes, affine_of, bytes_by
 
@@ -25,6 +25,7 @@ class AttentionInBytes(OnBytes):
         self.register_buffer("affines", each, persistent=False)  # [q, k, softmax and v; numbers; heads]
         self.register_buffer("emits", torch.empty(0), persistent=False)  # [5]
         self.qk_shifted, self.v_shifted = bool(each[:2, 3].any()), bool(each[3, 3].any())
+        self.relative = attention.pv.divides
         self.to(each.device)
 
     def emit(self, affine: Tensor) -> None:
@@ -38,12 +39,14 @@ class AttentionInBytes(OnBytes):
         if self.uses_kernels:
             from aphq.kernels.byte_attention import attention
 
-            options = (dtype, emits, self.qk_shifted, self.v_shifted)
+            options = (dtype, emits, self.qk_shifted, self.v_shifted, self.relative)
             return attention(q, k, v, factor, bias, self.affines, *options)
         scales = self.affines[:, 0, :, None, None]
         scores = (self._whole(q, 0) @ self._whole(k, 1).transpose(-2, -1)).mul_(scales[0] * scales[1])
-        p = probabilities(scores, factor, bias)
+        scores = biased(scores, factor, bias)
+        p = exponentials(scores) if self.relative else scores.softmax(dim=-1)
         out = (self._whole(p, 2) @ self._whole(v, 3)).mul_(scales[2] * scales[3])
+        out = out / p.sum(dim=-1, keepdim=True) if self.relative else out
         return out.to(dtype) if emits is None else bytes_by(out, emits)
 
     def _whole(self, x: Tensor, operand: int) -> Tensor:

@@ -47,7 +47,9 @@ def reconstruct_blocks(work: Workspace, config: settings.BlockReconstruction) ->
                 enable(module)
             if unit in todo:
                 if unit.kind == "head" and isinstance(work.distillation, LogitDistillation):
-                    note_classes(work, config.NAME, made(unit, visit.teacher_out[slice(0, len(work.images))]))
+                    logits = made(unit, visit.teacher_out[slice(0, len(work.images))])
+                    assert isinstance(logits, Tensor)  # of which that distillation is
+                    note_classes(work, config.NAME, logits)
                 curve = _reconstruct(work, config, importances, visit)
                 work.save_unit(config.NAME, unit)
                 work.folder.event("unit", stage=config.NAME, unit=unit.name, **curve.to_dict())

@@ -75,7 +75,7 @@ def sample_inputs(
     """Run the student's unit once over `rows` and sample what each site gets.
 
     A layer's input is sampled by rows [tokens, in]; an attention product by whole matrices [samples, heads, n, k], or
-    by some of their n rows where whole images are looked at.
+    by some of their n rows where whole images are looked at. Exponentials are sampled as the probabilities they become.
     """
     generator = generator_for(work.recipe.seed, "sample_inputs", unit.name)
     samples: Samples = {}
@@ -88,7 +88,8 @@ def sample_inputs(
             seen: tuple[Tensor, ...] = (site.channels_last(inputs[0]),)
             drawn: tuple[Tensor, ...] = (site.rows_at(inputs[0], picked),)
         else:
-            seen = inputs[:2]
+            left, right, *total = inputs
+            seen = (left / total[0] if total else left, right)
             picked = pick(len(seen[0]), share * batch_size / seen[0].shape[-2], seen[0].device)
             left, right = (x.index_select(0, picked) for x in seen)
             drawn = (_thinned(left, [left.shape[1], LARGEST_MATRIX]) if work.images.ragged else left, right)

@@ -172,8 +172,10 @@ def _weight_operand(layer: QuantizedLayer, config: settings.ScaleSearch) -> Oper
 @torch.no_grad()
 def search_product(product: QuantizedProduct, samples: tuple[Sample, ...], config: settings.ScaleSearch) -> None:
     """left [samples, heads, n, k] @ right [samples, heads, k, m]; the right side is searched as the left of
-    the transposed product."""
-    left = Operand.of_sample(samples[0], product.left, config)
+    the transposed product. Exponentials, of which every row has a 1, need no search."""
+    left = Operand.of_sample(samples[0], None if product.divides else product.left, config)
+    if product.divides and product.left is not None:
+        product.left.set_range(torch.zeros_like(product.left.scale), torch.ones_like(product.left.scale))
     right = Operand.of_sample(samples[1], product.right, config)
     right.values = right.values.transpose(-1, -2).contiguous()
     _alternate(left, right, config)
