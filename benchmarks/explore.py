@@ -119,7 +119,7 @@ def held_last(classes, count):
 def reordered(images, order):
     names = tuple(images.names[i] for i in order)
     return replace(images, images=images.images[order], names=names, whole=images.whole[order],
-                   aspects=images.aspects[order])  # fmt: skip
+                   aspects=images.aspects[order], files=None)  # fmt: skip
 
 
 def workspace(model, student, recipe, images, device):

@@ -79,7 +79,7 @@ def resolve_recipe(source: Recipe | str | Path, effort: str | None = None) -> Re
 
 def _activations(weight_bits: int, bits: int, effort: str) -> Activations:
     """At eight bits q, k and v take one symmetric scale each, as integer kernels want it, at no cost in accuracy; below
-    that every level counts. Exponentials instead of probabilities take a quarter to a third off what five bits and more
+    that every level counts. Exponentials instead of probabilities take a sixth to a third off what five bits and more
     lose by search alone; with fewer they help some models and harm others, and where scales learn they do not help."""
     plain = effort != "fast" or min(weight_bits, bits) <= LOW_BITS
     found = Activations(bits=bits, softmax="probabilities" if plain else "exponentials")

@@ -7,10 +7,11 @@ from torch import nn
 import aphq
 from aphq.analysis import Analysis, analyze
 from aphq.analysis.findings import NORMS, SEARCH, SEARCHED, Bench, mixed_recipe
-from aphq.analysis.held_out import sides, switched
+from aphq.analysis.held_out import HeldOut, sides, switched
 from aphq.analysis.sensitivity import costs, element_counts
 from aphq.engine.progress import Progress
 from aphq.errors import DataError, RecipeError
+from aphq.models.attention import open_attentions
 from aphq.models.student import enable
 from aphq.quant.layers import quantized_sites
 from aphq.recipe import LayerNormReparameterisation, Recipe, ScaleSearch
@@ -43,6 +44,26 @@ def test_every_site_is_ranked(found: Analysis, tiny_vit: nn.Module) -> None:
     assert found.bits == "w5a5"
     assert found.images == 8
     assert all(0 <= site.without.agreement <= 100 for site in found.sites)
+
+
+@pytest.mark.parametrize(("effort", "late"), [("fast", True), ("balanced", False)])
+def test_costs_are_of_the_softmax_that_the_proposal_has(
+    tiny_vit: nn.Module, effort: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: dict[str, bool] = {}
+    searched = Bench.searched
+
+    def watched(self: Bench, recipe: Recipe, count: int | None = None) -> HeldOut:
+        held_out = searched(self, recipe, count)
+        tried[recipe.name] = all(one.pv.divides for _, one in open_attentions(held_out.work.student))
+        return held_out
+
+    monkeypatch.setattr(Bench, "searched", watched)
+    found = analyze(tiny_vit, pixels(24), target_bits=4.5, effort=effort, images=8, device="cpu")
+    assert found.proposal is not None
+    assert (found.proposal.recipe.activations.softmax == "exponentials") == late
+    assert len(tried) == 3  # of 3 to 5 bits
+    assert set(tried.values()) == {late}
 
 
 def test_measuring_from_a_unit_on_is_measuring_the_whole_model(tiny_vit: nn.Module) -> None:

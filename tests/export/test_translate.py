@@ -91,6 +91,8 @@ def test_every_width_is_exact(tiny_vit: nn.Module, bits: str, style: str) -> Non
         {"activations__attention": "head"},
         {"activations__softmax": "exponentials"},
         {"activations__softmax": "exponentials", "activations__attention": "head"},
+        {"activations__softmax": "exponentials", "activations__symmetric": True},
+        {"activations__softmax": "exponentials", "overrides__*.pv": None},
         {"activations__attention": "head", "activations__attention_symmetric": False},
         {"activations__attention_symmetric": False},
         {"overrides__head": None},

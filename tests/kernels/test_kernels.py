@@ -126,16 +126,21 @@ def test_quantizer_with_extra_rows(random: Callable[..., Tensor], one_scale: boo
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_softmax_of_padded_scores(random: Callable[..., Tensor], biased: bool) -> None:
+@pytest.mark.parametrize("relative", [False, True])
+def test_softmax_of_padded_scores(random: Callable[..., Tensor], biased: bool, relative: bool) -> None:
     scores, bias = random(4, 2, 8, 12), random(2, 2, 5, 9) if biased else None
     scale = torch.full((2, 1, 1), 0.05, device=DEVICE)
     zero_point, drops = torch.zeros_like(scale), drop()
 
     def plain(scores: Tensor, scale: Tensor) -> Tensor:
-        p = probabilities(scores[:, :, :5, :9], 0.7, bias)
-        return F.pad(fake_quantize_learned(p, scale, zero_point, 3, drops), (0, 3, 0, 3))
+        weights = exponentials(biased_scores(scores[:, :, :5, :9], 0.7, bias))
+        total = weights.sum(-1, keepdim=True)
+        before, after = (1, total) if relative else (total, 1)
+        return F.pad(fake_quantize_learned(weights / before, scale, zero_point, 3, drops) / after, (0, 3, 0, 3))
 
-    fused = lambda scores, scale: quantized_softmax(scores, 0.7, bias, scale, zero_point, 7, drops, (5, 9))  # noqa: E731
+    def fused(scores: Tensor, scale: Tensor) -> Tensor:
+        return quantized_softmax(scores, 0.7, bias, scale, zero_point, 7, drops, (5, 9), relative=relative)
+
     same(fused, plain, scores, scale)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -97,7 +97,8 @@ def analyze(
         raise RecipeError(f"the target must lie between {FEWEST} and {MOST} bits, got {target_bits:g}")
     base = int(min(MOST, max(FEWEST, math.floor((target_bits or 4) + 0.5))))
     bits = bits or f"w{base}a{base}"
-    bench = Bench(model, data, images, weights, resolve_device(device), seed, progress or Progress())
+    softmax = preset(f"w{base}a{base}", effort).activations.softmax  # one for all bits, as the proposal has
+    bench = Bench(model, data, images, weights, resolve_device(device), seed, progress or Progress(), softmax)
     held_out = bench.searched(preset(bits, "fast", seed=seed))
     everything, sites = sensitivities(held_out)
     found = Analysis(bits, len(held_out.images), everything, sites)
@@ -116,6 +117,7 @@ class Bench:
         device: torch.device,
         seed: int,
         progress: Progress,
+        softmax: Literal["probabilities", "exponentials"] = "probabilities",
     ) -> None:
         loaded = load_model(model, weights) if isinstance(model, str) else model
         self.architecture = architecture_of(loaded)
@@ -123,7 +125,7 @@ class Bench:
             raise ModelError("analyze is for classifiers: a detector or an embedding has no single class to compare")
         self.teacher = opened_copy(loaded, self.architecture).to(device)
         self.units = self.architecture.units(self.teacher)
-        self.device, self.seed, self.progress = device, seed, progress
+        self.device, self.seed, self.progress, self.softmax = device, seed, progress, softmax
         preprocessing = self.architecture.preprocessing(self.teacher)
         check_units(self.teacher, self.units, probe_images(preprocessing, device))
         known = load_calibration(data, preprocessing, count=SEARCHED + held_out, seed=seed)
@@ -137,7 +139,7 @@ class Bench:
 
     def searched(self, recipe: Recipe, count: int | None = None) -> HeldOut:
         """A student of the recipe's bits with scales, and the first `count` held-out images before it."""
-        recipe = replace(recipe, stages=(NORMS, SEARCH))
+        recipe = replace(recipe, activations=replace(recipe.activations, softmax=self.softmax), stages=(NORMS, SEARCH))
         student = make_student(self.teacher, self.architecture, self.units, recipe).to(self.device)
         store = Store(self.device, gpu_bytes=None, host_bytes=None, folder=None)
         places = (self.device, store, RunFolder(None), self.progress)

@@ -177,7 +177,9 @@ class Looked:
             self.after[name].add(inputs[0])
         for (side, quantizer), x in zip(incoming(self.sites[name]).items(), inputs, strict=False):
             if quantizer is not None:
-                self.rounding[name][side].add(x, quantizer(x))
+                # exponentials count as the probabilities they become
+                total = inputs[2] if side == "left" and len(inputs) > 2 else 1
+                self.rounding[name][side].add(x / total, quantizer(x) / total)
 
     def layers(self) -> list[dict[str, Any]]:
         owners = {name: unit.name for unit in self.work.units for name in self.sites if _inside(name, unit)}
