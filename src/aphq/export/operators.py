@@ -254,8 +254,18 @@ def _binary(operator: str) -> Translate:
 
 
 OPERATORS[aten.add.Tensor] = _binary("Add")
-OPERATORS[aten.sub.Tensor] = _binary("Sub")
 OPERATORS[aten.div.Tensor] = _binary("Div")
+
+
+@translates(aten.sub.Tensor)
+def sub(context: Context, shape: tuple[int, ...], x: Operand, y: Operand) -> Value:
+    if isinstance(x, Value) and isinstance(y, Value) and x.shape[0] == -1 and y.shape[-1] == 1:
+        # the largest score of a row: OpenVINO takes it off wrongly right behind a product of integers whose batch may
+        # vary (2026.4), and rightly if both are reshaped first
+        rows = context.graph.reshape(x.name, (-1, x.shape[-1]))
+        largest = context.graph.reshape(y.name, (-1, 1))
+        return Value(context.graph.reshape(context.graph.node("Sub", [rows, largest]), shape), shape)
+    return Value(context.graph.node("Sub", [context.name(x), context.name(y)]), shape)
 
 
 @translates(aten.mul.Tensor, aten.mul.Scalar)
@@ -383,4 +393,8 @@ def pool_to_one(context: Context, shape: tuple[int, ...], x: Value, size: list[i
 
 @translates(aten.amax.default)
 def amax(context: Context, shape: tuple[int, ...], x: Value, axes: list[int], keepdim: bool = False) -> Value:
+    if x.shape[0] == -1 and keepdim and list(axes) == [-1]:  # see `sub`
+        rows = context.graph.reshape(x.name, (-1, x.shape[-1]))
+        largest = context.graph.node("ReduceMax", [rows, context.graph.ints([-1])], keepdims=1)
+        return Value(context.graph.reshape(largest, shape), shape)
     return Value(context.graph.node("ReduceMax", [x.name, context.graph.ints(axes)], keepdims=int(keepdim)), shape)
