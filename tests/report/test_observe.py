@@ -1,18 +1,20 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import aphq
+from aphq.engine.hooks import watch_inputs
 from aphq.models.student import enable, finalise
 from aphq.report import observe
 from aphq.report.observe import Distance, Spread, histograms, importance_of_blocks, model_name
 from aphq.stages import RUN_STAGE
 
-from ..runs import pixels, sha256, short, workspace
+from ..runs import all_images, pixels, sha256, short, workspace
 
 
 def measured(path: Path) -> dict[str, object]:
@@ -76,6 +78,23 @@ def test_every_layer_and_unit_is_measured(tiny_vit: nn.Module) -> None:
     assert [mlp["name"] for mlp in found["mlps"]] == ["blocks.0.mlp", "blocks.1.mlp"]
     assert all(torch.equal(tensor, before[name]) for name, tensor in work.student.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in [*work.student.modules(), *work.teacher.modules()])
+
+
+def test_exponentials_are_measured_as_the_probabilities_they_become(tiny_vit: Any) -> None:
+    """So that runs with either kind of softmax compare."""
+    work = workspace(tiny_vit, short("w6a6", "fast"))
+    for stage in work.recipe.stages:
+        RUN_STAGE[type(stage)](work, stage)
+    finalise(work.student)
+    seen: list[tuple[torch.Tensor, ...]] = []
+    product = work.student.get_submodule("blocks.1.attn.pv")
+    with torch.no_grad(), watch_inputs({"": product}, lambda _, inputs: seen.append(inputs)):
+        work.student(all_images(work))
+    ((weights, _, total),) = seen
+    expected = Distance()
+    expected.add(weights / total, product.left(weights) / total)  # type: ignore[operator]
+    layers = {layer["name"]: layer for layer in observe.observe(work)["layers"]}
+    assert layers["blocks.1.attn.pv"]["rounding_snr"]["left"] == pytest.approx(expected.decibels, abs=0.2)
 
 
 def test_importance_keeps_the_class_token_apart(tiny_vit: nn.Module) -> None:
