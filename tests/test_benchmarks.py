@@ -15,8 +15,8 @@ import pytest
 from aphq.errors import RecipeError
 
 ROOT = Path(__file__).parents[1]
-RECORDS = {"best": "run", "balanced": "run", "paper": "run", "core": "run", "search": "run", "explore": "base"}
-RECORDS["classes_seen"] = "recipe"
+RECORDS = dict.fromkeys(("best", "balanced", "paper", "core", "search"), "run")
+RECORDS |= {"explore": "base", "classes_seen": "recipe"}
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 ImportanceKind = Literal["mse", "brecq", "ph", "aph", "fisher"]
+SoftmaxKind = Literal["probabilities", "exponentials"]
 SearchMethod = Literal["minmax", "percentile", "self_mse", "output_mse"]
 
 
@@ -32,7 +33,7 @@ class Activations:
     attention_symmetric: bool = False  # q, k and v with their zero-points in the middle, as int8 kernels want them
     # The left side of softmax times v: the probabilities; or the exponentials, of which the largest in each row is 1,
     # with the product divided by their sum afterwards: rows of even attention keep as many levels as peaked ones.
-    softmax: Literal["probabilities", "exponentials"] = "probabilities"
+    softmax: SoftmaxKind = "probabilities"
 
 
 @dataclass(frozen=True)

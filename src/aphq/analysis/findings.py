@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from aphq.models.student import make_student, opened_copy
 from aphq.opening import resolve_device
 from aphq.presets import preset
 from aphq.recipe import LayerNormReparameterisation, Override, Recipe, ScaleSearch
+from aphq.settings import SoftmaxKind
 from aphq.stages import RUN_STAGE
 from aphq.tasks.classification import probe_images
 
@@ -117,7 +118,7 @@ class Bench:
         device: torch.device,
         seed: int,
         progress: Progress,
-        softmax: Literal["probabilities", "exponentials"] = "probabilities",
+        softmax: SoftmaxKind = "probabilities",
     ) -> None:
         loaded = load_model(model, weights) if isinstance(model, str) else model
         self.architecture = architecture_of(loaded)
