@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import aphq
 from aphq.errors import RecipeError
 
 ROOT = Path(__file__).parents[1]
@@ -86,3 +89,24 @@ def test_images_that_are_held_out_leave_their_class_behind(monkeypatch: pytest.M
     assert {classes[i] for i in order[:-3]} == set(classes)
     with pytest.raises(SystemExit, match="--hold 3"):
         explore.held_last(classes, 4)
+
+
+def test_every_quantizer_is_measured_alone_and_switched_on_again(
+    tiny_vit: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    sites = importlib.import_module("sites")
+    model, images = tiny_vit, torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    quantized = aphq.quantize(model, "w3a3", images, effort="fast", device="cpu").model
+    before = sites.said(quantized, [images])
+    found = sites.each_quantizer(model, quantized, [images])
+    assert found["sites"].keys() == sites.activation_quantizers(quantized).keys()
+    assert {"head.input", "blocks.0.attn.qk.left", "blocks.0.mlp.fc2.input"} < found["sites"].keys()
+    assert found["all"] == sites.divergence(before, sites.said(model, [images])) > found["weights"] > 0
+    assert torch.equal(sites.said(quantized, [images]), before)
+    # alone a quantizer costs what it costs with all others off
+    for name, quantizer in sites.activation_quantizers(quantized).items():
+        quantizer.enabled = name == "head.input"
+    alone = sites.said(quantized, [images])
+    sites.activation_quantizers(quantized)["head.input"].enabled = False
+    assert found["sites"]["head.input"] == sites.divergence(alone, sites.said(quantized, [images])) > 0
