@@ -18,7 +18,7 @@ import aphq
 from aphq.errors import RecipeError
 
 ROOT = Path(__file__).parents[1]
-RECORDS = dict.fromkeys(("best", "balanced", "paper", "core", "search"), "run")
+RECORDS = dict.fromkeys(("best", "balanced", "paper", "core", "search", "sites"), "run")
 RECORDS |= {"explore": "base", "classes_seen": "recipe"}
 
 
