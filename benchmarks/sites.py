@@ -6,8 +6,7 @@
 A run is one of `accuracy.py`, with the first `--use` of 1024 images. Its weights stay quantized and all activations are
 in float; then one quantizer after the other is switched on alone. A line has the KL divergence that each makes from the
 model with all of them off (`sites`, in units of 1e-4), what the weights make (`weights`), and everything together
-(`all`). Two runs of one recipe differ by several per cent in everything together, because errors meet in other ways
-each time; what one quantizer costs alone varies far less, and tells where there is something to gain.
+(`all`).
 """
 
 from __future__ import annotations
