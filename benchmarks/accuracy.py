@@ -19,14 +19,11 @@ import sys
 import time
 
 from processes import side_by_side
+from subject import model_of, parser_for
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--model-args", default="{}", help="JSON of further arguments of timm.create_model")
-    parser.add_argument("--weights", required=True)
-    parser.add_argument("--calib", required=True)
+    parser = parser_for(__doc__)
     parser.add_argument("--val", required=True)
     parser.add_argument("--limit", type=int, default=None, help="validation images, spread over the classes")
     parser.add_argument("--run", action="append", required=True)
@@ -86,13 +83,11 @@ def work(args: argparse.Namespace) -> None:
     import torch
 
     import aphq
-    from aphq.models.loading import load_model
 
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(2 if torch.cuda.is_available() else torch.get_num_threads())
     started = time.time()
-    extra = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(args.model_args).items()}
-    model = load_model(args.model, args.weights, **extra)
+    model = model_of(args)
     (name,), (seed,) = args.run, args.seed
     out = args.save / f"{args.model}-{seed}-{name}".replace(":", "_") if args.save else None
     run = aphq.quantize(model, recipe_of(name, seed), args.calib, val=args.val, val_limit=args.limit, out=out)

@@ -11,18 +11,16 @@ themselves take turns at being those that show classes, which the run did not le
 
 from __future__ import annotations
 
-import argparse
 import json
 import pathlib
+
+from subject import model_of, parser_for
 
 TURNS = 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--weights", required=True)
-    parser.add_argument("--calib", required=True)
+    parser = parser_for(__doc__)
     parser.add_argument("--val", required=True)
     parser.add_argument("--quantized", required=True, help="the run's folder")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="a JSON lines file to append to")
@@ -33,10 +31,9 @@ def main() -> None:
     import aphq
     from aphq.artifact.info import info_of
     from aphq.data import Preprocessing, load_calibration
-    from aphq.models.loading import load_model
 
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    model = load_model(args.model, args.weights).to(device).eval()
+    model = model_of(args).to(device).eval()
     quantized = aphq.load(args.quantized).to(device).eval()
     recipe, preprocessing = info_of(quantized).recipe, Preprocessing.of_model(model)
     used = load_calibration(args.calib, preprocessing, count=recipe.calibration.images, seed=recipe.seed)

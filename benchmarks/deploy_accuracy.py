@@ -15,13 +15,11 @@ import json
 import logging
 import pathlib
 
+from subject import model_of, parser_for
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--model-args", default="{}", help="JSON of further arguments of timm.create_model")
-    parser.add_argument("--weights", required=True)
-    parser.add_argument("--calib", required=True)
+    parser = parser_for(__doc__)
     parser.add_argument("--val", required=True)
     parser.add_argument("--bits", action="append", default=[])
     parser.add_argument("--run", action="append", type=pathlib.Path, default=[], help="the folder of a finished run")
@@ -48,11 +46,9 @@ def measure(args: argparse.Namespace, source: str | pathlib.Path) -> dict:
     from aphq.evaluation.classification import compare
     from aphq.export import export
     from aphq.export.parity import in_float64
-    from aphq.models.loading import load_model
     from aphq.runtimes.session import open_exported
 
-    extra = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(args.model_args).items()}
-    model = load_model(args.model, args.weights, **extra)
+    model = model_of(args)
     folder = source
     if isinstance(source, str):
         folder = args.runs / f"{args.model}-{source}"

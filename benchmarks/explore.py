@@ -26,6 +26,8 @@ import pathlib
 import time
 from dataclasses import replace
 
+from subject import model_of, parser_for
+
 
 class InOrder(argparse.Action):
     """--base and --then, in the order in which they were given."""
@@ -35,11 +37,7 @@ class InOrder(argparse.Action):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--model-args", default="{}", help="JSON of further arguments of timm.create_model")
-    parser.add_argument("--weights", required=True)
-    parser.add_argument("--calib", required=True)
+    parser = parser_for(__doc__)
     parser.add_argument("--hold", type=int, default=160, help="images held out of 1024")
     parser.add_argument("--any-class", action="store_true", help="hold out the last images, whatever they show")
     parser.add_argument("--use", type=int, default=None, help="quantize with so many of the others; default all")
@@ -56,12 +54,10 @@ def main() -> None:
 
     import aphq
     from aphq.data import Preprocessing, load_calibration
-    from aphq.models.loading import load_model
 
     logging.basicConfig(level=logging.WARNING)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    extra = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(args.model_args).items()}
-    model = load_model(args.model, args.weights, **extra).to(device)
+    model = model_of(args).to(device)
     every = load_calibration(args.calib, Preprocessing.of_model(model), count=1024, seed=args.seed, whole=True)
     if not args.any_class:
         every = reordered(every, held_last(classes_of(model, every, device), args.hold))

@@ -11,17 +11,14 @@ model with all of them off (`sites`, in units of 1e-4), what the weights make (`
 
 from __future__ import annotations
 
-import argparse
 import json
 import pathlib
 
+from subject import model_of, parser_for
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--model-args", default="{}", help="JSON of further arguments of timm.create_model")
-    parser.add_argument("--weights", required=True)
-    parser.add_argument("--calib", required=True)
+    parser = parser_for(__doc__)
     parser.add_argument("--use", type=int, default=128, help="quantize with so many images")
     parser.add_argument("--hold", type=int, default=128, help="measure on so many others")
     parser.add_argument("--seed", type=int, default=3407)
@@ -34,13 +31,11 @@ def main() -> None:
 
     import aphq
     from aphq.data import Preprocessing, load_calibration
-    from aphq.models.loading import load_model
 
     if args.use + args.hold > 1024:
         parser.error("--use and --hold are parts of the same 1024 images")
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    extra = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(args.model_args).items()}
-    model = load_model(args.model, args.weights, **extra).to(device).eval()
+    model = model_of(args).to(device).eval()
     images = load_calibration(args.calib, Preprocessing.of_model(model), count=1024, seed=args.seed)
     starts = range(len(images) - args.hold, len(images), 64)
     held = [images.batch(slice(start, start + 64), device) for start in starts]
@@ -55,44 +50,39 @@ def main() -> None:
 
 def each_quantizer(model, quantized, batches):
     """Divergences times 1e4: of everything, of the weights, and of each quantizer of activations by its name."""
-    operands = activation_quantizers(quantized)
-    found = {"all": divergence(said(quantized, batches), said(model, batches)), "sites": {}}
-    for quantizer in operands.values():
-        quantizer.enabled = False
-    plain = said(quantized, batches)
-    found["weights"] = divergence(plain, said(model, batches))
-    for name, quantizer in operands.items():
-        quantizer.enabled = True
-        found["sites"][name] = divergence(said(quantized, batches), plain)
-        quantizer.enabled = False
-    for quantizer in operands.values():
-        quantizer.enabled = True
+    from aphq.analysis.held_out import switched
+
+    operands, wanted = activation_quantizers(quantized), logits(model, batches)
+    found = {"all": divergence(logits(quantized, batches), wanted), "sites": {}}
+    with switched(list(operands.values()), False):
+        plain = logits(quantized, batches)
+        found["weights"] = divergence(plain, wanted)
+        for name, quantizer in operands.items():
+            with switched([quantizer], True):
+                found["sites"][name] = divergence(logits(quantized, batches), plain)
     return found
 
 
 def activation_quantizers(quantized):
     """{name: quantizer} of the inputs of layers and of both sides of attention products."""
-    from aphq.quant.layers import QuantizedLayer, quantized_sites
+    from aphq.quant.layers import quantized_sites
+    from aphq.report.observe import incoming
 
-    found = {}
-    for name, site in quantized_sites(quantized):
-        sides = ("input_quantizer",) if isinstance(site, QuantizedLayer) else ("left", "right")
-        found |= {f"{name}.{side.removesuffix('_quantizer')}": getattr(site, side) for side in sides}
-    return {name: quantizer for name, quantizer in found.items() if quantizer is not None}
+    sites = quantized_sites(quantized)
+    return {f"{name}.{side}": one for name, site in sites for side, one in incoming(site).items() if one is not None}
 
 
-def said(model, batches):
-    """The logarithms of the predictions."""
+def logits(model, batches):
     import torch
 
     with torch.no_grad():
-        return torch.cat([model(x).log_softmax(1) for x in batches])
+        return torch.cat([model(x) for x in batches])
 
 
-def divergence(got, expected):
-    import torch.nn.functional as F
+def divergence(got, wanted):
+    from aphq.models.distillation import LOGITS
 
-    return round(1e4 * float(F.kl_div(got, expected, log_target=True, reduction="batchmean")), 2)
+    return round(1e4 * float(LOGITS.loss(got, wanted)), 2)
 
 
 if __name__ == "__main__":

@@ -98,15 +98,15 @@ def test_every_quantizer_is_measured_alone_and_switched_on_again(
     sites = importlib.import_module("sites")
     model, images = tiny_vit, torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     quantized = aphq.quantize(model, "w3a3", images, effort="fast", device="cpu").model
-    before = sites.said(quantized, [images])
+    before = sites.logits(quantized, [images])
     found = sites.each_quantizer(model, quantized, [images])
     assert found["sites"].keys() == sites.activation_quantizers(quantized).keys()
     assert {"head.input", "blocks.0.attn.qk.left", "blocks.0.mlp.fc2.input"} < found["sites"].keys()
-    assert found["all"] == sites.divergence(before, sites.said(model, [images])) > found["weights"] > 0
-    assert torch.equal(sites.said(quantized, [images]), before)
+    assert found["all"] == sites.divergence(before, sites.logits(model, [images])) > found["weights"] > 0
+    assert torch.equal(sites.logits(quantized, [images]), before)
     # alone a quantizer costs what it costs with all others off
     for name, quantizer in sites.activation_quantizers(quantized).items():
         quantizer.enabled = name == "head.input"
-    alone = sites.said(quantized, [images])
+    alone = sites.logits(quantized, [images])
     sites.activation_quantizers(quantized)["head.input"].enabled = False
-    assert found["sites"]["head.input"] == sites.divergence(alone, sites.said(quantized, [images])) > 0
+    assert found["sites"]["head.input"] == sites.divergence(alone, sites.logits(quantized, [images])) > 0
