@@ -32,11 +32,11 @@ def main() -> None:
     import aphq
     from aphq.data import Preprocessing, load_calibration
 
-    if args.use + args.hold > 1024:
-        parser.error("--use and --hold are parts of the same 1024 images")
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     model = model_of(args).to(device).eval()
     images = load_calibration(args.calib, Preprocessing.of_model(model), count=1024, seed=args.seed)
+    if args.use + args.hold > len(images):
+        parser.error(f"--use and --hold are parts of the same {len(images)} images")
     starts = range(len(images) - args.hold, len(images), 64)
     held = [images.batch(slice(start, start + 64), device) for start in starts]
     for run in args.run:
