@@ -63,6 +63,19 @@ def test_untrained_it_rounds_to_the_nearest(seed: int, bits: int) -> None:
     assert ((hard - weight).abs() <= quantizer.scale * (0.5 + 1e-4)).all()
 
 
+@given(bits, st.floats(0.01, 10))
+def test_weights_on_the_grid_start_between_the_bounds(bits: int, scale: float) -> None:
+    """Whatever the last bit of a sigmoid is: at a bound itself there may be no gradient."""
+    quantizer = Quantizer(bits, False, (1, 1))
+    weight = scale * torch.arange(2**bits).reshape(1, -1).float()
+    quantizer.set_range(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True))
+    rounding = LearnedRounding(weight, quantizer)
+    for off in (-1, 0, 1):  # of the last bit
+        alpha = rounding.alpha.detach() * (1 + off * torch.finfo(torch.float32).eps)
+        h = torch.sigmoid(alpha) * (rounding.zeta - rounding.gamma) + rounding.gamma
+        assert ((h > 0) & (h < 1)).all()
+
+
 @pytest.mark.parametrize("beta", [2.0, 8.0, 20.0])
 def test_the_penalty_vanishes_when_every_weight_has_decided(beta: float) -> None:
     weight, quantizer = prepare(0, 4)

@@ -13,6 +13,8 @@ from aphq import kernels
 from aphq.quant.affine import by_rows, clamp_inclusive, top_code
 from aphq.quant.quantizer import Quantizer
 
+INSIDE = 1e-7  # of a step of the grid: several times what float32 rounds there
+
 
 class LearnedRounding(nn.Module):
     """The rounding variables of one weight tensor; scale and zero-point stay as they are."""
@@ -26,8 +28,10 @@ class LearnedRounding(nn.Module):
         ratio = weight.detach().contiguous() / quantizer.scale.data  # kernels count elements in this order
         floor = ratio.floor()
         self.register_buffer("floor_code", floor + quantizer.zero_point)
-        # start where the soft weight equals the float weight: h(alpha) = fractional part
-        fraction = ((ratio - floor - gamma) / (zeta - gamma)).clamp(1e-4, 1 - 1e-4)
+        # start where the soft weight equals the float weight: h(alpha) = fractional part. On the grid itself the last
+        # bit of a sigmoid would decide whether h lies beyond its bound, where nothing learns: start just inside.
+        start = (ratio - floor).clamp(INSIDE, 1 - INSIDE)
+        fraction = ((start - gamma) / (zeta - gamma)).clamp(1e-4, 1 - 1e-4)
         self.alpha = nn.Parameter(torch.logit(fraction))
         self.current: Tensor | None = None
 
