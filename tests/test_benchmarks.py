@@ -18,7 +18,7 @@ import aphq
 from aphq.errors import RecipeError
 
 ROOT = Path(__file__).parents[1]
-RECORDS = dict.fromkeys(("best", "balanced", "paper", "core", "search", "sites"), "run")
+RECORDS = dict.fromkeys(("best", "balanced", "paper", "core", "search", "sites", "unit_alone"), "run")
 RECORDS |= {"explore": "base", "classes_seen": "recipe"}
 
 
@@ -75,7 +75,7 @@ def test_a_record_names_a_run_that_exists_or_says_why_not(name: str, recipe_of: 
     for line in (ROOT / "results" / f"{name}.jsonl").read_text().splitlines():
         row = json.loads(line)
         try:
-            recipe_of(row[RECORDS[name]])
+            recipe_of(row[RECORDS[name]].partition("@")[0])
         except RecipeError:
             assert row.get("note"), row[RECORDS[name]]
 
@@ -110,3 +110,21 @@ def test_every_quantizer_is_measured_alone_and_switched_on_again(
     alone = sites.logits(quantized, [images])
     sites.activation_quantizers(quantized)["head.input"].enabled = False
     assert found["sites"]["head.input"] == sites.divergence(alone, sites.logits(quantized, [images])) > 0
+
+
+def test_a_unit_alone_is_all_that_is_quantized_and_learned(
+    tiny_vit: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    alone = importlib.import_module("unit_alone")
+    images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    recipe = alone.recipe_of("w3a4:balanced:steps=2@mlp.fc1", "blocks.1", 0)
+    with alone.only("blocks.1"):
+        quantized = aphq.quantize(tiny_vit, recipe, images, device="cpu").model
+    sites = {name: module.input_quantizer for name, module in quantized.named_modules() if hasattr(module, "rounding")}
+    bits = {name: quantizer.bits for name, quantizer in sites.items() if quantizer is not None}
+    layers = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    assert bits == {f"blocks.1.{layer}": 8 if layer == "mlp.fc1" else 4 for layer in layers}
+    assert [type(block.mlp.act) for block in quantized.blocks] == [nn.GELU, nn.ReLU]
+    for name in ("blocks.0.mlp.fc2.weight", "blocks.0.attn.proj.bias", "head.bias"):
+        assert torch.equal(quantized.state_dict()[name], tiny_vit.state_dict()[name]), name
