@@ -17,6 +17,8 @@ import logging
 import pathlib
 import sys
 import time
+from dataclasses import replace
+from typing import Any
 
 from processes import side_by_side
 from subject import model_of, parser_for
@@ -30,6 +32,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, action="append", help="default 3407; repeat for more")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="a JSON lines file to append to")
+    parser.add_argument("--skip-done", action="store_true", help="leave out the runs that --out holds already")
     parser.add_argument("--save", type=pathlib.Path, default=None, help="keep the run folders below this one")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -49,14 +52,30 @@ def spread(args: argparse.Namespace) -> None:
     ]
     shared += ["--out", str(args.out)] + (["--limit", str(args.limit)] if args.limit else [])
     shared += ["--save", str(args.save)] if args.save else []
-    waiting = [["--run", run, "--seed", str(seed)] for seed in args.seed for run in args.run]
-    failed = side_by_side(__file__, [[*shared, *job] for job in waiting], args.jobs)
+    done = done_before(args) if args.skip_done else []
+    waiting = [(run, seed) for seed in args.seed for run in args.run if what_runs(run, seed) not in done]
+    jobs = [[*shared, "--run", run, "--seed", str(seed)] for run, seed in waiting]
+    failed = side_by_side(__file__, jobs, args.jobs)
     sys.exit(f"{failed} runs failed" if failed else 0)
 
 
-def recipe_of(text: str, seed: int):
-    from dataclasses import replace
+def done_before(args: argparse.Namespace) -> list[Any]:
+    """The recipes of this model's lines in the file that lines are appended to."""
+    lines = args.out.read_text().splitlines() if args.out.exists() else []
+    return [what_runs(row["run"], row["seed"]) for row in map(json.loads, lines) if row["model"] == args.model]
 
+
+def what_runs(text: str, seed: int):
+    """A run's recipe, however its fields came about; of a line older than the fields it names, only its text."""
+    from aphq.errors import RecipeError
+
+    try:
+        return replace(recipe_of(text, seed), name="")
+    except RecipeError:
+        return text, seed
+
+
+def recipe_of(text: str, seed: int):
     from aphq.presets import preset
     from aphq.recipe import STAGES
 

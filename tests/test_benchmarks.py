@@ -48,7 +48,11 @@ def started_by(script: str, folder: Path, *arguments: str) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("script", "arguments", "runs"),
-    [("core.sh", ("data", "out"), 24), ("best_ablation.sh", ("deit_tiny_patch16_224", "data", "out"), 13)],
+    [
+        ("core.sh", ("data", "out"), 24),
+        ("best.sh", ("data", "out"), 17),
+        ("best_ablation.sh", ("deit_tiny_patch16_224", "data", "out"), 13),
+    ],
 )
 def test_scripts_start_runs_that_exist(
     script: str, arguments: tuple[str, ...], runs: int, recipe_of: Callable[[str], Any], tmp_path: Path
@@ -68,6 +72,27 @@ def test_an_ablation_leaves_out_one_ingredient_after_the_other(recipe_of: Callab
     assert [len(kind) for kind in kinds] == sorted(len(kind) for kind in kinds)
     assert "rotation" not in kinds[0]
     assert "rotation" in kinds[-1]
+
+
+def test_a_run_that_was_measured_is_left_out_however_it_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    accuracy = importlib.import_module("accuracy")
+    out = tmp_path / "out.jsonl"
+    rows = [("vit", "w3a3:best:joint_tuning.steps=4000", 1), ("vit", "w3a3:best:gone=1", 2), ("deit", "w3a3:best", 2)]
+    out.write_text("".join(json.dumps({"model": m, "run": run, "seed": seed}) + "\n" for m, run, seed in rows))
+    started: list[list[str]] = []
+    monkeypatch.setattr(accuracy, "side_by_side", lambda script, jobs, at_once: started.extend(jobs) or 0)
+    arguments = ["--model", "vit", "--weights", "w", "--calib", "c", "--val", "v", "--out", str(out)]
+    arguments += ["--run", "w3a3:best", "--run", "w4a4:best", "--seed", "1", "--seed", "2"]
+    for more, expected in (([], 4), (["--skip-done"], 3)):
+        started.clear()
+        monkeypatch.setattr("sys.argv", ["accuracy.py", *arguments, *more])
+        with pytest.raises(SystemExit, match="0"):
+            accuracy.main()
+        assert len(started) == expected
+        assert (["--run", "w3a3:best", "--seed", "1"] in [job[-4:] for job in started]) == (not more)
 
 
 @pytest.mark.parametrize("name", RECORDS)
