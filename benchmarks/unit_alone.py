@@ -4,8 +4,9 @@
         --use 800 --unit blocks.0 --run w3a3:best:-joint_tuning --run w3a3:best:-joint_tuning@mlp.fc1 --out R.jsonl
 
 A run is one of `accuracy.py`. Behind an `@` stands what has eight bits in it: `weights`, `inputs`, or the inputs of one
-layer or product of the unit by its name (`mlp.fc1`, `attn.qk`). All other units stay in float, with their GELU. A line
-has the KL divergence from the float model on images that were used and on others, each with its mirror image.
+layer or product of the unit by its name (`mlp.fc1`, `attn.qk`). All other units stay in float, with their GELU; so a
+run with joint tuning, which moves the norms of all of them, is refused. A line has the KL divergence from the float
+model on images that were used and on others, each with its mirror image.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def main() -> None:
 
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     model = model_of(args).to(device).eval()
-    pictures = Preprocessing.of_model(model)
-    images = load_calibration(args.calib, pictures, count=args.use + args.hold, seed=args.seed, whole=True)
+    preprocessing = Preprocessing.of_model(model)
+    images = load_calibration(args.calib, preprocessing, count=args.use + args.hold, seed=args.seed, whole=True)
     if len(images) < args.use + args.hold:
         parser.error(f"{args.calib} has {len(images)} images for --use {args.use} and --hold {args.hold}")
     used = images.first(args.use)
@@ -64,12 +65,16 @@ def recipe_of(run: str, unit: str, seed: int):
 
     text, _, wide = run.partition("@")
     recipe = accuracy.recipe_of(text, seed)
-    bits = Override(recipe.weights.bits, recipe.activations.bits)
-    inside = replace(bits, **{"weights": {"weights": 8}, "inputs": {"activations": 8}}.get(wide, {}))
-    layers = unit if unit == "head" else f"{unit}.*"  # a pattern must match something
+    if recipe.stage("joint_tuning") is not None:
+        raise SystemExit(f"{run}: joint tuning moves all units; leave it out with {text}:-joint_tuning")
+    inside = Override(
+        8 if wide == "weights" else recipe.weights.bits,
+        8 if wide == "inputs" else recipe.activations.bits,
+    )
+    layers = unit if unit == "head" else f"{unit}.*"  # the head is one layer, other units hold several
     overrides = {"*": None, layers: inside}
     if wide not in ("", "weights", "inputs"):
-        overrides[f"{unit}.{wide}"] = replace(bits, activations=8)
+        overrides[f"{unit}.{wide}"] = replace(inside, activations=8)
     return replace(recipe, overrides=overrides)
 
 

@@ -51,7 +51,7 @@ def started_by(script: str, folder: Path, *arguments: str) -> Iterator[str]:
     [
         ("core.sh", ("data", "out"), 24),
         ("best.sh", ("data", "out"), 17),
-        ("best_ablation.sh", ("deit_tiny_patch16_224", "data", "out"), 13),
+        ("best_ablation.sh", ("deit_tiny_patch16_224", "data", "out"), 15),
     ],
 )
 def test_scripts_start_runs_that_exist(
@@ -65,7 +65,7 @@ def test_scripts_start_runs_that_exist(
 
 def test_an_ablation_leaves_out_one_ingredient_after_the_other(recipe_of: Callable[[str], Any], tmp_path: Path) -> None:
     whole, *others = map(recipe_of, started_by("best_ablation.sh", tmp_path, "model", "data", "out"))
-    removed, added = others[:6], others[6:]
+    removed, added = others[:7], others[7:]
     for recipe in removed:
         assert recipe.stages != whole.stages
     kinds = [[stage.NAME for stage in recipe.stages] for recipe in added]
@@ -143,7 +143,8 @@ def test_a_unit_alone_is_all_that_is_quantized_and_learned(
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     alone = importlib.import_module("unit_alone")
     images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    recipe = alone.recipe_of("w3a4:balanced:steps=2@mlp.fc1", "blocks.1", 0)
+    # biases and norms learn as well, which those of units in float could
+    recipe = alone.recipe_of("w3a4:balanced:steps=2:block_reconstruction.float_lr=0.01@mlp.fc1", "blocks.1", 0)
     with alone.only("blocks.1"):
         quantized = aphq.quantize(tiny_vit, recipe, images, device="cpu").model
     sites = {name: module.input_quantizer for name, module in quantized.named_modules() if hasattr(module, "rounding")}
@@ -153,3 +154,19 @@ def test_a_unit_alone_is_all_that_is_quantized_and_learned(
     assert [type(block.mlp.act) for block in quantized.blocks] == [nn.GELU, nn.ReLU]
     for name in ("blocks.0.mlp.fc2.weight", "blocks.0.attn.proj.bias", "head.bias"):
         assert torch.equal(quantized.state_dict()[name], tiny_vit.state_dict()[name]), name
+    assert not torch.equal(quantized.blocks[1].attn.proj.bias, tiny_vit.blocks[1].attn.proj.bias)
+
+
+@pytest.mark.parametrize(
+    ("wide", "weights", "inputs"), [("", 3, 4), ("@weights", 8, 4), ("@inputs", 3, 8), ("@mlp.fc2", 3, 8)]
+)
+def test_what_stands_behind_the_at_has_eight_bits(
+    wide: str, weights: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    alone = importlib.import_module("unit_alone")
+    recipe = alone.recipe_of(f"w3a4:balanced{wide}", "blocks.1", 0)
+    assert recipe.bits_for("blocks.1.mlp.fc2") == (weights, inputs)
+    assert recipe.bits_for("blocks.0.mlp.fc2") == (None, None)
+    with pytest.raises(SystemExit, match="-joint_tuning"):
+        alone.recipe_of(f"w3a3:best{wide}", "blocks.1", 0)

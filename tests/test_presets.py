@@ -24,14 +24,17 @@ def test_efforts_differ_in_work() -> None:
     assert preset("w4a4", "paper").calibration.augment
 
 
-def test_weights_of_few_bits_go_to_any_code_and_learn_their_rounding_where_that_is_published() -> None:
-    rates = {}
+def test_weights_of_few_bits_go_to_any_code_but_in_the_published_recipe() -> None:
+    blocks = {}
     for effort in ("balanced", "paper", "best"):
         for bits in ("w3a3", "w4a8", "w6a6", "w8a4"):
-            (stage,) = (s for s in preset(bits, effort).stages if isinstance(s, BlockReconstruction))
-            rates[effort, bits] = stage.weight_lr > 0
+            (blocks[effort, bits],) = (s for s in preset(bits, effort).stages if isinstance(s, BlockReconstruction))
     straight = {(effort, bits) for effort in ("balanced", "best") for bits in ("w3a3", "w4a8")}
-    assert {key for key, learns in rates.items() if learns} == straight
+    assert {key for key, stage in blocks.items() if stage.weight_lr > 0} == straight
+    assert {key for key, stage in blocks.items() if stage.input_quantized_share == 0.25} == straight
+    assert {bits: blocks["best", bits].steps for bits in ("w3a3", "w4a8", "w6a6", "w8a4")} == {
+        "w3a3": 2000, "w4a8": 2000, "w6a6": 10_000, "w8a4": 10_000,
+    }  # fmt: skip
 
 
 def test_without_gradients_few_bits_are_compensated_for() -> None:

@@ -8,7 +8,8 @@ balanced  every stage, with a few hundred to a thousand steps per unit, weights 
           their rounding, and the `fisher` importance, which is seeded and needs only a few passes for all units
 paper     the published recipe: 20 000 steps per unit, augmented images, the `aph` importance
 best      a rotated model, 2 000 steps per unit on each image and 31 views of it, weights of few bits learning straight
-          through their rounding, then the whole network tuned jointly on fresh views
+          through their rounding (others learn to go up or down, in 10 000), then the whole network tuned jointly on
+          fresh views
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ EIGHT_BITS = 8  # as wide as the integers of the kernels: a zero-point of its ow
 MLP_RATE = 4e-4  # ten times the published one: with so few steps its MLPs stop half-way (results/README.md)
 # Steps of its grid that a weight may move per step of learning. In a thousand steps weights that may go to any code do
 # better on images they have not seen than weights that learn to go up or down at the published rate, and more so with
-# fewer inputs from the quantized prefix; two thousand are level with ten thousand of the latter on such images
-# (results/README.md). Not measured beyond four bits: there is less to learn.
+# fewer inputs from the quantized prefix; on ViT-T at W3A3 two thousand steps of it are level with ten thousand of
+# learned rounding (results/README.md). Not measured beyond four bits: there is less to learn.
 WEIGHT_RATE, QUANTIZED_INPUTS = 0.003, 0.25
 # Up to here activations lack the levels for GELU's long flat tail, so that MLP reconstruction pays.
 LOW_BITS = 4
@@ -111,8 +112,8 @@ def _stages(weight_bits: int, activation_bits: int, effort: str) -> tuple[Stage,
             steps = 2000 if weight_bits <= LOW_BITS else 10_000
         mlp = replace(mlp, steps=steps, importance=importance, learning_rate=MLP_RATE)
         blocks = replace(blocks, steps=steps, importance=importance)
-    if effort != "paper" and weight_bits <= LOW_BITS:
-        blocks = replace(blocks, weight_lr=WEIGHT_RATE, input_quantized_share=QUANTIZED_INPUTS)
+        if weight_bits <= LOW_BITS:
+            blocks = replace(blocks, weight_lr=WEIGHT_RATE, input_quantized_share=QUANTIZED_INPUTS)
     if effort == "best":
         views = Views(copies=31, mixup=0.5, cutmix=0.5)
         mlp = replace(mlp, views=replace(views, copies=7))  # does not over-fit, and holds several MLPs' rows at once

@@ -343,10 +343,14 @@ def test_without_a_compiler_the_twins_run_and_it_is_said(
 def test_kernels_are_not_for_the_cpu_nor_for_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "switched_on", True)
     assert not kernels.usable(torch.zeros(1))
-    if torch.cuda.is_available():
-        pytest.skip("Triton then compiles for the GPU and does not interpret")
     monkeypatch.setattr(kernels, "interpreted", True)
-    assert kernels.usable(torch.zeros(1))
     assert not kernels.usable(torch.zeros(1, dtype=torch.float64))
     monkeypatch.setattr(kernels, "switched_on", False)
     assert not kernels.usable(torch.zeros(1))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton then compiles for the GPU and does not interpret")
+def test_kernels_run_on_a_cpu_where_they_are_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "switched_on", True)
+    monkeypatch.setattr(kernels, "interpreted", True)
+    assert kernels.usable(torch.zeros(1))

@@ -65,15 +65,18 @@ def test_untrained_it_rounds_to_the_nearest(seed: int, bits: int) -> None:
 
 @given(bits, st.floats(0.01, 10))
 def test_weights_on_the_grid_start_between_the_bounds(bits: int, scale: float) -> None:
-    """Whatever the last bit of a sigmoid is: at a bound itself there may be no gradient."""
+    """Whatever the last bits of a sigmoid are: at a bound itself there may be no gradient."""
     quantizer = Quantizer(bits, False, (1, 1))
     weight = scale * torch.arange(2**bits).reshape(1, -1).float()
+    weight = torch.cat([weight, weight.nextafter(weight - 1), weight.nextafter(weight + 1)], 1)  # both of its ends
     quantizer.set_range(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True))
     rounding = LearnedRounding(weight, quantizer)
-    for off in (-1, 0, 1):  # of the last bit
-        alpha = rounding.alpha.detach() * (1 + off * torch.finfo(torch.float32).eps)
-        h = torch.sigmoid(alpha) * (rounding.zeta - rounding.gamma) + rounding.gamma
-        assert ((h > 0) & (h < 1)).all()
+    for towards in (0.0, 1.0):
+        sigmoid = torch.sigmoid(rounding.alpha.detach())
+        for _ in range(4):  # bits
+            h = sigmoid * (rounding.zeta - rounding.gamma) + rounding.gamma
+            assert ((h > 0) & (h < 1)).all()
+            sigmoid = sigmoid.nextafter(torch.tensor(towards))
 
 
 @pytest.mark.parametrize("beta", [2.0, 8.0, 20.0])

@@ -13,7 +13,7 @@ from aphq import kernels
 from aphq.quant.affine import by_rows, clamp_inclusive, top_code
 from aphq.quant.quantizer import Quantizer
 
-INSIDE = 1e-7  # of a step of the grid: several times what float32 rounds there
+INSIDE = 1e-6  # of a step of the grid: ten times what one bit of a sigmoid near its upper end makes there
 
 
 class LearnedRounding(nn.Module):
