@@ -17,6 +17,8 @@ from torch import nn
 import aphq
 from aphq.errors import RecipeError
 
+from .runs import short, workspace
+
 ROOT = Path(__file__).parents[1]
 RECORDS = dict.fromkeys(("best", "balanced", "paper", "core", "search", "sites", "unit_alone"), "run")
 RECORDS |= {"explore": "base", "classes_seen": "recipe"}
@@ -170,3 +172,20 @@ def test_what_stands_behind_the_at_has_eight_bits(
     assert recipe.bits_for("blocks.0.mlp.fc2") == (None, None)
     with pytest.raises(SystemExit, match="-joint_tuning"):
         alone.recipe_of(f"w3a3:best{wide}", "blocks.1", 0)
+
+
+def test_compensation_is_measured_against_the_nearest_codes(
+    tiny_vit: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    compensation = importlib.import_module("compensation")
+    images = workspace(tiny_vit, short("w4a8", "fast")).images
+    student = compensation.searched(tiny_vit, short("w4a8", "fast"), images, torch.device("cpu"))
+    batches = [images.batch(slice(None))]
+    torch.testing.assert_close(student(batches[0]), tiny_vit(batches[0]), rtol=1e-3, atol=1e-3)
+    seen = compensation.inputs_of(student, batches, 10**6)
+    assert len(seen["head"]) == len(images)
+    found = compensation.summary(student, seen, seen, [0.01, 1e9])
+    assert found["0.01"]["mean"] < 0.9
+    assert found["1e+09"]["mean"] == pytest.approx(1, abs=0.02), "so much damping leaves the nearest codes"
+    assert found["chosen"]["worst"] <= 1.05

@@ -102,7 +102,8 @@ def _stages(weight_bits: int, activation_bits: int, effort: str) -> tuple[Stage,
         norms = LayerNormReparameterisation(images=64, candidates=48, values=True)
         search = ScaleSearch(images=64, candidates=48, rounds=1, tokens=1024, outlier_candidates=16)
     if effort == "fast":
-        search = replace(search, outlier_ratio=5)  # what stands out less far is not made good by learning here
+        # what stands out less far is not made good by learning here
+        search = replace(search, outlier_ratio=5, outlier_fit=True, outlier_copies=4)
         # eight bits leave too little to make up for
         return (norms, search, ErrorCompensation()) if weight_bits < EIGHT_BITS else (norms, search)
     if effort != "paper":

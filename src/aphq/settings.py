@@ -138,6 +138,8 @@ class ScaleSearch:
     outlier_ratio: float = 20.0  # a layer input this much wider than its 99.9 % quantile is an outlier ...
     outlier_candidates: int = 0  # ... whose range is chosen among so many by the KL at the logits; 0 = never
     outlier_images: int = 32
+    outlier_fit: bool = False  # for hidden channels: the range that fits the others best is one of the candidates
+    outlier_copies: int = 1  # hidden channels that hold a massive one together, in the places of others
     NAME: ClassVar[str] = "scale_search"
 
 
@@ -146,8 +148,8 @@ class ErrorCompensation:
     """Weights rounded column by column, the columns still free and the bias making up for the error of each."""
 
     kind: Literal["error_compensation"] = "error_compensation"
-    images: int = 64
-    tokens: int = 8192  # rows drawn from the images for the Gram matrix of a layer's inputs
+    images: int = 128
+    tokens: int = 16384  # rows drawn from the images for the Gram matrix of a layer's inputs
     NAME: ClassVar[str] = "error_compensation"
 
 

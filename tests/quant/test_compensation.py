@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aphq.quant.compensation import compensated
+from aphq.quant.compensation import compensated, compensated_for
 from aphq.quant.quantizer import Quantizer
 
 
@@ -60,3 +60,24 @@ def test_one_scale_for_the_whole_layer_works_too() -> None:
     quantizer.enabled = True
     rounded = compensated(weight, x.T @ x, quantizer)
     assert output_error(x, weight, rounded) < output_error(x, weight, quantizer(weight))
+
+
+@pytest.mark.parametrize("rows", [2000, 60])
+def test_rows_that_were_not_seen_gain_or_at_least_do_not_lose(rows: int) -> None:
+    """Sixty rows cannot tell how a hundred inputs go together; two thousand can."""
+    weight, x, quantizer = problem(bits=4)
+    seen, fresh = x[:rows], problem()[1].flip(0)[:1000]
+    if rows == 60:
+        seen, fresh = (y + 2 * torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) for y in (seen, fresh))
+    nearest, plain = output_error(fresh, weight, quantizer(weight)), compensated(weight, seen.T @ seen, quantizer)
+    found = output_error(fresh, weight, compensated_for(weight, seen, quantizer))
+    assert found < (0.7 if rows == 2000 else 1.01) * nearest
+    if rows == 60:
+        assert output_error(fresh, weight, plain) > 1.1 * nearest, "what the damping is for"
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_next_to_no_rows_give_codes_all_the_same(rows: int) -> None:
+    weight, x, quantizer = problem()
+    rounded = compensated_for(weight, x[:rows], quantizer)
+    assert torch.equal(quantizer(rounded), rounded)

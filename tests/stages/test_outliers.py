@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from aphq.engine.hooks import watch_inputs
 from aphq.engine.store import Rows
 from aphq.engine.workspace import Workspace
-from aphq.models.architecture import Unit, mlps_of
+from aphq.models.architecture import Unit, Value, mlps_of
 from aphq.models.distillation import LOGITS
 from aphq.models.student import swap_activation
 from aphq.quant.layers import quantizers
@@ -129,8 +129,8 @@ def test_weights_that_share_one_coarse_scale_bear_less_shrinking(planted: nn.Mod
 
 
 def first_block(model: nn.Module, relu: bool = False, **changes: Any) -> tuple[Workspace, Unit, Rows, ScaleSearch]:
-    """A workspace, and what `shrink_outliers` wants to know of its first block."""
-    work = workspace(model, short("w8a4", "fast", **changes))
+    """A workspace, and what `shrink_outliers` wants to know of its first block; no copies unless asked for."""
+    work = workspace(model, short("w8a4", "fast", **{"scale_search__outlier_copies": 1, **changes}))
     if relu:
         swap_activation(work.student, mlps_of(work.units)["blocks.0.mlp"])
     unit, rows = next((unit, rows) for unit, rows in work.walk_one(work.student) if unit.name == "blocks.0")
@@ -139,13 +139,16 @@ def first_block(model: nn.Module, relu: bool = False, **changes: Any) -> tuple[W
     return work, unit, rows, config
 
 
-def preferring(factor: float) -> Callable[[Tensor], float]:
-    """A judge that likes this one of the factors, which come in their order."""
+Judge = Callable[[list[Value], list[int]], float]
+
+
+def preferring(factor: float, copied: float = 2.0) -> Judge:
+    """A judge that likes this one of the factors, which come in their order, and then says what copies lose."""
     losses = iter([0.5 if tried == factor else 1.0 + tried for tried in SHRINKING])
-    return lambda _: next(losses)
+    return lambda _, held: next(losses, copied if len(held) > 1 else torch.nan)
 
 
-def never(_: Tensor) -> float:
+def never(*_: Any) -> float:
     raise AssertionError("there is nothing to judge")
 
 
@@ -211,7 +214,7 @@ def test_the_judge_sees_each_factor_in_place_and_the_logits_from_before(vit: Bui
     weight = work.student.get_parameter("blocks.0.mlp.fc1.weight")
     slope, seen = float(weight[0, 7]), []
 
-    def judge(target: Any) -> float:
+    def judge(target: Any, _: list[int]) -> float:
         torch.testing.assert_close(target, [expected], rtol=1e-4, atol=1e-4)
         seen.append(slope / float(weight[0, 7]))
         return 0.0
@@ -231,7 +234,7 @@ def test_rejected_factors_leave_no_trace(
     shrink_outliers(work, unit, rows, config, preferring(factor))
     alone, *arguments = first_block(model, relu)
     monkeypatch.setattr(outliers, "SHRINKING", (factor,))
-    shrink_outliers(alone, *arguments, lambda _: 0.0)
+    shrink_outliers(alone, *arguments, lambda *_: 0.0)
     left, right = state(work), state(alone)
     if factor == 1 and not bias:  # a bias of nothing may stay
         assert not left.pop("blocks.0.mlp.fc1.bias").any()
@@ -243,7 +246,7 @@ def test_what_a_judge_does_to_the_scales_is_undone(vit: Build) -> None:
     work, unit, rows, config = first_block(bimodal(vit, 500.0))
     quantizer: Any = work.student.get_submodule(f"{SITE}.input_quantizer")
 
-    def judge(_: Tensor) -> float:
+    def judge(*_: Any) -> float:
         assert not quantizer.calibrated
         quantizer.set_range(torch.zeros(1), torch.ones(1))
         return 0.0
@@ -287,6 +290,62 @@ def test_an_input_left_in_float_is_not_shrunk(vit: Build) -> None:
         assert torch.equal(new, old)
 
 
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def mlp_outputs(work: Workspace) -> Tensor:
+    """[images, tokens, channels] of the first MLP."""
+    mlp: Any = work.student.get_submodule("blocks.0.mlp")
+    seen: list[Tensor] = []
+    with watch_inputs({"mlp": mlp}, lambda _, inputs: seen.append(inputs[0])):
+        work.student(all_images(work))
+    return mlp(seen[0])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("relu", [True, False])
+def test_copies_share_a_massive_channel_in_the_places_of_those_that_say_least(
+    vit: Build, relu: bool, bias: bool
+) -> None:
+    model: Any = bimodal(vit, 500.0, proj_bias=bias)
+    quiet = [9, 17]  # 2 % of 128, and so no more of the 7 copies that are asked for
+    with torch.no_grad():
+        model.blocks[0].mlp.fc1.weight[quiet] *= 1e-3
+    work, unit, rows, config = first_block(model, relu, scale_search__outlier_copies=8)
+    before = mlp_outputs(work)
+    assert shrink_outliers(work, unit, rows, config, preferring(4.0, copied=0.1)) in ([0, 9, 17], [0, 17, 9])
+    torch.testing.assert_close(mlp_outputs(work), before, rtol=1e-4, atol=3e-3)
+    fc1, fc2 = (work.student.get_parameter(f"blocks.0.mlp.{name}.weight") for name in ("fc1", "fc2"))
+    assert torch.equal(fc1[quiet], fc1[[0, 0]])
+    assert torch.equal(fc2[:, quiet], fc2[:, [0, 0]])
+    torch.testing.assert_close(fc1[0] * 4, work.teacher.get_parameter("blocks.0.mlp.fc1.weight")[0])
+    torch.testing.assert_close(fc2[GOES_TO, 0], torch.tensor(4 / 3), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("copied", [2.0, 0.4])  # 0.5 without them
+def test_copies_that_gain_nothing_to_speak_of_are_not_made(vit: Build, copied: float) -> None:
+    states = []
+    for copies in (1, 4):
+        work, unit, rows, config = first_block(bimodal(vit, 500.0), scale_search__outlier_copies=copies)
+        assert shrink_outliers(work, unit, rows, config, preferring(8.0, copied)) == [0]
+        states.append(state(work))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_coarse_weights_gain_from_copies(planted: nn.Module) -> None:
+    """What one channel takes in range from the weights of all others, several need not."""
+    losses = []
+    for copies in (1, 8):
+        work = searched(
+            planted, 16, weights__bits=3, scale_search__outlier_copies=copies, scale_search__outlier_fit=False
+        )
+        layer: Any = work.student.get_submodule(SITE)
+        layer.weight_quantizer.enabled = True
+        losses.append(loss_with_only(work, SITE)[0])
+    assert losses[1] < losses[0]
+
+
 # -- the range ---------------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +375,14 @@ def test_the_range_comes_with_its_loss_which_is_the_least(planted: nn.Module) ->
     losses = [loss_at(found.lower, widest * share) for share in torch.logspace(0, -2.3, 16)]
     assert min(losses) > 0.9 * loss
     assert losses[0] > 2 * loss
+
+
+def test_the_range_that_fits_the_other_channels_is_tried_too(planted: nn.Module) -> None:
+    """Between two candidates of a coarse grid."""
+    losses = {
+        fit: loss_with_only(searched(planted, 2, scale_search__outlier_fit=fit), SITE)[0] for fit in (False, True)
+    }
+    assert losses[True] < 0.9 * losses[False]
 
 
 def test_a_float_input_has_no_range(planted: nn.Module) -> None:

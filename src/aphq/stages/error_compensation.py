@@ -17,7 +17,7 @@ from aphq.engine.store import Rows
 from aphq.engine.workspace import Workspace
 from aphq.models.architecture import Unit
 from aphq.models.student import enable
-from aphq.quant.compensation import compensated
+from aphq.quant.compensation import compensated_for
 from aphq.quant.layers import QuantizedLayer, quantized_sites
 from aphq.stages.learnable import unit_modules
 from aphq.stages.samples import sample_inputs
@@ -41,7 +41,7 @@ def compensate_errors(work: Workspace, config: settings.ErrorCompensation) -> No
 @torch.no_grad()
 def _compensate(work: Workspace, unit: Unit, rows: Rows, config: settings.ErrorCompensation) -> None:
     sites = {name: site for prefix in unit.modules for name, site in quantized_sites(work.student, prefix)}
-    layers: dict[str, Any] = {name: site for name, site in sites.items() if _fits(site)}
+    layers: dict[str, Any] = {name: site for name, site in sites.items() if can_be_compensated(site)}
     groups: dict[str, tuple[int, ...]] = dict.fromkeys(layers, (1,))
     samples = sample_inputs(work, unit, rows, layers, groups, config.tokens)
     for name, layer in layers.items():
@@ -49,13 +49,13 @@ def _compensate(work: Workspace, unit: Unit, rows: Rows, config: settings.ErrorC
         if layer.input_quantizer is not None:
             seen = layer.input_quantizer(seen)
         weight = layer.weight_rows()
-        rounded = compensated(weight, seen.T @ seen, layer.weight_quantizer)
+        rounded = compensated_for(weight, seen, layer.weight_quantizer)
         # the mean of what the weight's rounding changed; not that of the input's: where outliers are clipped, on
         # purpose, a bias that made up for them would disturb every other token
         layer.add_to_bias((weight - rounded) @ seen.mean(0))
         layer.weight.data = rounded.view(layer.weight.shape)
 
 
-def _fits(site: nn.Module) -> bool:
+def can_be_compensated(site: nn.Module) -> bool:
     """A layer with a weight to round, whose every input is multiplied by one row of it."""
     return isinstance(site, QuantizedLayer) and site.weight_quantizer is not None and site.weight_rows().ndim == 2

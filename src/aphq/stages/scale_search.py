@@ -41,7 +41,7 @@ def search_scales(work: Workspace, config: settings.ScaleSearch) -> None:
                 if isinstance(site, QuantizedProduct):
                     search_product(site, samples[name], config)
                 elif site.input_quantizer is not None and (name in shrunk or has_outliers(samples[name][0], config)):
-                    _search_outlying(work, unit, rows, site, samples[name][0], config)
+                    _search_outlying(work, unit, rows, site, samples[name][0], config, shrunk.get(name, []))
                 else:
                     search_layer(site, samples[name][0], config)
                     if unit.kind == "patch_embed" and site.input_quantizer is not None:
@@ -57,18 +57,19 @@ def _sample(work: Workspace, unit: Unit, rows: Rows, sites: Sites, config: setti
     return sample_inputs(work, unit, rows, sites, groups, config.tokens)
 
 
-def _shrink_outliers(work: Workspace, unit: Unit, rows: Rows, config: settings.ScaleSearch) -> set[str]:
-    """The names of layers whose inputs had massive outliers that could be shrunk."""
+def _shrink_outliers(work: Workspace, unit: Unit, rows: Rows, config: settings.ScaleSearch) -> dict[str, list[int]]:
+    """The massive channels of layer inputs that were shrunk, as far as that is possible."""
     if unit.mlp is None:
-        return set()
+        return {}
     name = unit.mlp.fc2
 
-    def judge(target: list[Value]) -> float:
+    def judge(target: list[Value], massive: list[int]) -> float:
         layer: Any = work.student.get_submodule(name)
         sample = _sample(work, unit, rows, {name: layer}, config)[name][0]
-        return _search_outlying(work, unit, rows, layer, sample, config, target)
+        return _search_outlying(work, unit, rows, layer, sample, config, massive, target)
 
-    return {name} if shrink_outliers(work, unit, rows, config, judge) else set()
+    massive = shrink_outliers(work, unit, rows, config, judge)
+    return {name: massive} if massive else {}
 
 
 @torch.no_grad()
@@ -79,6 +80,7 @@ def _search_outlying(
     layer: QuantizedLayer,
     sample: Sample,
     config: settings.ScaleSearch,
+    massive: list[int],
     target: list[Value] | None = None,
 ) -> float:
     """A layer whose input has massive outliers: the weight by itself, because fitted to an input that clips outliers it
@@ -90,13 +92,28 @@ def _search_outlying(
     weight.commit()
     if layer.weight_quantizer is not None:
         layer.weight_quantizer.enabled = True
-    found = outlier_range(work, unit, rows, layer, sample, target, config)
+    fits = config.outlier_fit and massive and layer.input_quantizer is not None
+    further = [_range_of_others(layer, sample, massive, weight, config)] if fits else []
+    found = outlier_range(work, unit, rows, layer, sample, target, config, further)
     if layer.weight_quantizer is not None:
         layer.weight_quantizer.enabled = False
     if found is None or layer.input_quantizer is None:
         return 0.0
     layer.input_quantizer.set_range(found[0].lower, found[0].upper)
     return found[1]
+
+
+def _range_of_others(
+    layer: QuantizedLayer, sample: Sample, massive: list[int], weight: Operand, config: settings.ScaleSearch
+) -> Range:
+    """The range that fits all but the massive channels best, by the layer's output."""
+    others = sample.values.clone()
+    others[:, massive] = 0  # which every quantizer gives back
+    inputs = Operand(others, layer.input_quantizer, config, sample.groups)
+    inputs.start()
+    inputs.improve(as_columns(weight.values), as_columns(weight.quantized()))
+    assert inputs.found is not None
+    return inputs.found
 
 
 def _groups(site: QuantizedLayer | QuantizedProduct) -> tuple[int, ...]:
