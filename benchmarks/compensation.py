@@ -86,6 +86,7 @@ def inputs_of(student, batches, rows):
     """{layer: [rows, in]}, quantized, what comes before them in float."""
     import torch
 
+    from aphq.analysis.held_out import switched
     from aphq.engine.hooks import watch_inputs
 
     layers, found, generator = layers_of(student), {}, torch.Generator().manual_seed(0)
@@ -98,14 +99,10 @@ def inputs_of(student, batches, rows):
     with torch.no_grad(), watch_inputs(layers, see):
         for batch in batches:
             student(batch)
-    quantizers = {name: layer.input_quantizer for name, layer in layers.items()}
-    return {name: on(quantizers[name], torch.cat(parts)) for name, parts in found.items()}
-
-
-def on(quantizer, x):
-    from aphq.quant.affine import fake_quantize
-
-    return x if quantizer is None else fake_quantize(x, quantizer.scale.data, quantizer.zero_point, quantizer.bits)
+    inputs = {name: torch.cat(parts) for name, parts in found.items()}
+    quantizers = {name: layer.input_quantizer for name, layer in layers.items() if layer.input_quantizer is not None}
+    with torch.no_grad(), switched(list(quantizers.values()), True):
+        return {name: quantizers[name](x) if name in quantizers else x for name, x in inputs.items()}
 
 
 def summary(student, seen, held, dampings):

@@ -24,7 +24,10 @@ COLUMNS_AT_ONCE = 64  # rounded before the columns further right are updated, in
 def compensated_for(weight: Tensor, rows: Tensor, quantizer: Quantizer) -> Tensor:
     """`weight` [out, in] on the quantizer's grid, for inputs like `rows` [tokens, in]: with the damping, or without
     compensation, that is best on one half of them when the other is compensated for."""
+    nearest = nearest_codes(weight, quantizer)
     known, unknown = rows.tensor_split(2)
+    if not len(unknown):  # nothing to judge by
+        return nearest
     gram, change = known.T @ known, unknown.mean(0) - known.mean(0)
     centred = unknown - unknown.mean(0)
     # of the rows that were not known, with a bias that takes up the mean of those that were
@@ -34,9 +37,6 @@ def compensated_for(weight: Tensor, rows: Tensor, quantizer: Quantizer) -> Tenso
         off = rounded - weight
         return float(((off @ judging) * off).sum())
 
-    nearest = nearest_codes(weight, quantizer)
-    if not len(known):
-        return nearest
     errors = {damping: error(compensated(weight, gram, quantizer, damping)) for damping in DAMPINGS}
     best = min(errors, key=lambda damping: errors[damping])
     return nearest if error(nearest) <= errors[best] else compensated(weight, rows.T @ rows, quantizer, best)
