@@ -4,6 +4,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+import pytest
 from timm.layers import SwiGLU, SwiGLUPacked
 from timm.models.beit import Beit
 from timm.models.cait import Cait
@@ -14,6 +15,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torchvision.models import swin_transformer as tv_swin
 from torchvision.models import vision_transformer as tv_vit
+
+from aphq.models.hf.base import OLDEST_RELEASE
 
 Make = Callable[[], nn.Module]
 SIZE = 32
@@ -74,8 +77,7 @@ def hf_model(name: str, config: str, width: dict[str, Any] | None = None, nested
     """A class of transformers, which is imported when the model is built."""
 
     def make() -> nn.Module:
-        import transformers
-
+        transformers = pytest.importorskip("transformers", minversion=OLDEST_RELEASE)
         defaults = HF_SWIN if "Swin" in name else {**HF, **(width if width is not None else {"intermediate_size": 64})}
         values = {**defaults, **changes}
         labels = values.pop("num_labels", 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from typing import Any, ClassVar
 
 from torch import nn
@@ -14,6 +15,7 @@ from aphq.models.hf.attention import SplitAttention, is_split
 from aphq.models.hf.processor import Family, preprocessing_from
 from aphq.models.hf.processor_files import processor_settings
 
+OLDEST_RELEASE = "5.22"  # of transformers, as pyproject.toml has it
 HALF = (0.5, 0.5, 0.5)
 NOT_THE_MODEL = {"architectures", "auto_map", "dtype", "torch_dtype", "quantization_config", "transformers_version"}
 
@@ -126,7 +128,7 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_parts(module: Any, name: str, *parts: str) -> None:
-    """The layout of this release of transformers, by attributes: models were rearranged more than once."""
+    """The layout of the releases since `OLDEST_RELEASE`, by attributes: models were rearranged more than once."""
     for part in parts:
         inner = module
         for step in part.split("."):
@@ -134,5 +136,5 @@ def require_parts(module: Any, name: str, *parts: str) -> None:
         if inner is None:
             raise ModelError(
                 f"module {name!r} is a {type(module).__name__} without {part!r}; supported there: the layout of "
-                "transformers 5"
+                f"transformers {OLDEST_RELEASE} and later (installed: {version('transformers')})"
             )
