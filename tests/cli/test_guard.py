@@ -1,4 +1,7 @@
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +95,16 @@ def test_the_words_of_torch_are_still_those(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55)
     assert outcome(caught.value, capsys, hints.NONE)[1] == "aphq: out of memory\n"
+
+
+@pytest.mark.parametrize(("verbose", "level"), [(False, "CRITICAL"), (True, "WARNING")])
+def test_the_hub_repeats_itself_only_when_asked_to(verbose: bool, level: str) -> None:
+    """A hub that cannot be reached warns of every try; the library sets its level when it is imported."""
+    program = (
+        f"from aphq.cli.guard import _set_up_logging; _set_up_logging({verbose}); "
+        "import huggingface_hub.utils, logging; "
+        "print(logging.getLevelName(logging.getLogger('huggingface_hub.utils._http').getEffectiveLevel()))"
+    )
+    without = {key: value for key, value in os.environ.items() if key != "HF_HUB_VERBOSITY"}
+    done = subprocess.run([sys.executable, "-c", program], env=without, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == level

@@ -1,4 +1,6 @@
+import errno
 import hashlib
+import logging
 import os
 import pickle
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import torchvision
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -172,13 +175,54 @@ def test_an_unknown_tag_and_bad_arguments_are_model_errors(source: nn.Module, tm
         load_model(NAME, file, colour="red")
 
 
-def test_without_network_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no route")
+@pytest.mark.parametrize(
+    ("library", "maker", "name"), [(timm, "create_model", NAME), (torchvision.models, "get_model", "vit_b_16")]
+)
+@pytest.mark.parametrize(
+    ("problem", "says"),
+    [
+        (ConnectionError("no route"), r"cannot get pretrained weights for '{}.*network.*--weights"),
+        (OSError(errno.ENOSPC, "No space left on device", "/cache"), r"cannot keep .* for '{}.*No space left.*/cache"),
+    ],
+)
+def test_a_download_that_fails_says_what_to_do(
+    library: Any, maker: str, name: str, problem: OSError, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise problem
 
-    monkeypatch.setattr(timm, "create_model", unreachable)
-    with pytest.raises(ModelError, match=r"cannot get pretrained weights for 'vit_tiny.*network.*--weights"):
+    monkeypatch.setattr(library, maker, failing)
+    with pytest.raises(ModelError, match=says.format(name)):
+        load_model(name)
+
+
+@pytest.mark.parametrize(
+    ("library", "maker", "name"),
+    [(timm, "create_model", "resnet10t"), (torchvision.models, "get_model", "shufflenet_v2_x0_5")],
+)
+def test_a_model_that_no_adapter_knows_is_refused_before_its_weights_are_fetched(
+    library: Any, maker: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = getattr(library, maker)
+
+    def without_network(name: str, pretrained: bool = False, weights: str | None = None, **more: Any) -> nn.Module:
+        assert not pretrained
+        assert weights is None
+        return make(name, **more)
+
+    monkeypatch.setattr(library, maker, without_network)
+    with pytest.raises(ModelError, match=r"cannot quantize a \w+ .*supported: .*VisionTransformer"):
+        load_model(name)
+
+
+def test_a_download_is_announced(
+    source: nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(timm, "create_model", lambda *_, **__: source)
+    with caplog.at_level(logging.INFO, "aphq"):
         load_model(NAME)
+    assert f"{NAME}: fetching its published weights" in caplog.text
+    assert "--weights" in caplog.text
 
 
 def test_the_fingerprint_tells_models_apart(vit: Callable[..., Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -77,4 +78,5 @@ def _set_up_logging(verbose: bool) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("aphq").setLevel(level)
     if not verbose:  # without a network it repeats itself for a minute; the one sentence at the end says it all
-        logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+        os.environ.setdefault("HF_HUB_VERBOSITY", "critical")  # when it is imported, which sets its level anew
+        logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # where it is already

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from aphq import extras
+from aphq.engine.files import is_disk_problem
 from aphq.errors import ModelError
-from aphq.models.architecture import Architecture
+from aphq.models.architecture import Architecture, architecture_of
 from aphq.models.detection.config import DETECTORS
 from aphq.typed import nearest
 
@@ -167,8 +168,15 @@ def _from_torchvision(
     if "weights_backbone" in inspect.signature(get_model_builder(name)).parameters:
         extra["weights_backbone"] = None  # a detector's would be downloaded only to be overwritten
     try:
-        model: nn.Module = get_model(name, weights="DEFAULT" if state is None else None, **extra, **arguments)
-    except Exception as problem:  # arguments that do not fit, or whatever the download raises
+        model: nn.Module = get_model(name, weights=None, **extra, **arguments)
+        if state is None:
+            _announce_download(name, model)
+            model = get_model(name, weights="DEFAULT", **extra, **arguments)
+    except ModelError:
+        raise
+    except OSError as problem:  # no network, no disk
+        raise _out_of_reach(name, problem) from None
+    except Exception as problem:  # arguments that do not fit, or a download that is damaged
         reason = " ".join(str(problem).split())[:200]
         raise ModelError(f"torchvision cannot create {name!r} ({type(problem).__name__}: {reason})") from None
     if state is not None:
@@ -180,15 +188,28 @@ def _from_torchvision(
 
 def _from_hub(name: str, num_classes: int | None, arguments: dict[str, Any]) -> nn.Module:
     try:
+        _announce_download(name, _create(name, num_classes, arguments, pretrained=False))
         with _careful_downloads():
             return _create(name, num_classes, arguments, pretrained=True).eval()
     except ModelError:
         raise
     except Exception as problem:  # whatever the hub client raises: no network, no such weights, no disk
-        raise ModelError(
-            f"cannot get pretrained weights for {name!r} ({type(problem).__name__}); "
-            "check the network, or pass a local file with --weights"
-        ) from None
+        raise _out_of_reach(name, problem) from None
+
+
+def _out_of_reach(name: str, problem: Exception) -> ModelError:
+    if isinstance(problem, OSError) and is_disk_problem(problem):
+        return ModelError(f"cannot keep the pretrained weights for {name!r}: {problem}")
+    return ModelError(
+        f"cannot get pretrained weights for {name!r} ({type(problem).__name__}); "
+        "check the network, or pass a local file with --weights"
+    )
+
+
+def _announce_download(name: str, untrained: nn.Module) -> None:
+    """Say what takes a while, unless the model is of no use here: that is refused before anything is fetched."""
+    architecture_of(untrained)
+    log.info("%s: fetching its published weights, unless they are in the cache (--weights takes a local file)", name)
 
 
 @contextmanager
