@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from aphq import extras
-from aphq.engine.files import is_disk_problem
 from aphq.errors import ModelError
 from aphq.models.architecture import Architecture, architecture_of
 from aphq.models.detection.config import DETECTORS
@@ -198,7 +197,7 @@ def _from_hub(name: str, num_classes: int | None, arguments: dict[str, Any]) -> 
 
 
 def _out_of_reach(name: str, problem: Exception) -> ModelError:
-    if isinstance(problem, OSError) and is_disk_problem(problem):
+    if isinstance(problem, OSError) and problem.filename is not None:  # the disk's, not the network's
         return ModelError(f"cannot keep the pretrained weights for {name!r}: {problem}")
     return ModelError(
         f"cannot get pretrained weights for {name!r} ({type(problem).__name__}); "
