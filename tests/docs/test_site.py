@@ -13,14 +13,29 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("material") is None, re
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    # not --quiet: what is not said is not counted either, and strict means nothing
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     how = (tmp_path / "site" / "how" / "index.html").read_text()
     assert "<math" in how
     assert "\\mathcal" not in how, "a formula was left as TeX"
-    assert "reconstruct" in (tmp_path / "site" / "results" / "index.html").read_text(), "results/README.md is included"
+    results = (tmp_path / "site" / "results" / "index.html").read_text()
+    assert "reconstruct" in results, "results/README.md is included"
+    assert 'href="../results_deploy/#latency"' in results, "not the page that is called deploy on the site"
     own = (tmp_path / "site" / "own_model" / "index.html").read_text()
     assert "MyOpenAttention" in own, "the example's code is included"
     for page in (tmp_path / "site").rglob("*.html"):
         assert "https://fonts." not in page.read_text(), "the site needs no network"
+
+
+def test_a_link_that_leads_nowhere_would_be_found(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("[somewhere](index.md#gone)")
+    settings = (ROOT / "mkdocs.yml").read_text()
+    validation = settings[settings.index("validation:") :]
+    (tmp_path / "mkdocs.yml").write_text(f"site_name: x\nstrict: true\n{validation}")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert "'index.md#gone'" in done.stdout + done.stderr
