@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from aphq.cli.options import model_arguments, parse_changes, recipe_from
-from aphq.errors import RecipeError
+from aphq.errors import ModelError, RecipeError
 from aphq.presets import preset
 
 
@@ -46,3 +46,17 @@ def test_an_explicit_change_wins_over_the_short_option() -> None:
 def test_small_numbers_are_written_as_people_write_them() -> None:
     recipe = recipe_from("w4a4", "balanced", None, None, parse_changes(["block_reconstruction.scale_lr=1e-5"]), None)
     assert recipe.stage("block_reconstruction").scale_lr == 1e-5  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("pair", "says"),
+    [
+        ("num_classes=7", "--num-classes"),
+        ("weights=x.pth", "--weights"),
+        ("pretrained=true", "--weights"),
+        ("name=x", "name"),
+    ],
+)
+def test_a_model_argument_that_has_an_option_is_refused_by_that(pair: str, says: str) -> None:
+    with pytest.raises(ModelError, match=rf"--model-arg {pair.split('=')[0]}=.*: that is said by .*{says}"):
+        model_arguments(["embed_dim=64", pair])

@@ -4,8 +4,10 @@ import logging
 import os
 import pickle
 from collections.abc import Callable
+from email.message import Message
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 import timm
@@ -175,43 +177,60 @@ def test_an_unknown_tag_and_bad_arguments_are_model_errors(source: nn.Module, tm
         load_model(NAME, file, colour="red")
 
 
-@pytest.mark.parametrize(
-    ("library", "maker", "name"), [(timm, "create_model", NAME), (torchvision.models, "get_model", "vit_b_16")]
-)
+LIBRARIES = ("library", "maker", "name")
+
+
+def instead_of_fetching(
+    monkeypatch: pytest.MonkeyPatch, library: Any, maker: str, fetch: Callable[[], nn.Module]
+) -> None:
+    """Models without weights are made as ever; asked for published ones, the library does `fetch`."""
+    make = getattr(library, maker)
+
+    def made(name: str, pretrained: bool = False, weights: str | None = None, **more: Any) -> nn.Module:
+        return fetch() if pretrained or weights else make(name, **more)
+
+    monkeypatch.setattr(library, maker, made)
+
+
+@pytest.mark.parametrize(LIBRARIES, [(timm, "create_model", NAME), (torchvision.models, "get_model", "vit_b_16")])
 @pytest.mark.parametrize(
     ("problem", "says"),
     [
         (ConnectionError("no route"), r"cannot get pretrained weights for '{}.*network.*--weights"),
-        (OSError(errno.ENOSPC, "No space left on device", "/cache"), r"cannot keep .* for '{}.*No space left.*/cache"),
+        (HTTPError("http://x", 503, "Unavailable", Message(), None), "cannot get pretrained weights for '{}.*network"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            r"cannot keep the pretrained weights for '{}.*No space left",
+        ),
     ],
+    ids=["connection", "status", "disk"],
 )
 def test_a_download_that_fails_says_what_to_do(
     library: Any, maker: str, name: str, problem: OSError, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(*_: Any, **__: Any) -> None:
+    def fail() -> nn.Module:
         raise problem
 
-    monkeypatch.setattr(library, maker, failing)
+    instead_of_fetching(monkeypatch, library, maker, fail)
     with pytest.raises(ModelError, match=says.format(name)):
         load_model(name)
 
 
 @pytest.mark.parametrize(
-    ("library", "maker", "name"),
+    LIBRARIES,
     [(timm, "create_model", "resnet10t"), (torchvision.models, "get_model", "shufflenet_v2_x0_5")],
 )
 def test_a_model_that_no_adapter_knows_is_refused_before_its_weights_are_fetched(
     library: Any, maker: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = getattr(library, maker)
-
-    def without_network(name: str, pretrained: bool = False, weights: str | None = None, **more: Any) -> nn.Module:
-        assert not pretrained
-        assert weights is None
-        return make(name, **more)
-
-    monkeypatch.setattr(library, maker, without_network)
+    instead_of_fetching(monkeypatch, library, maker, lambda: pytest.fail("weights were fetched"))
     with pytest.raises(ModelError, match=r"cannot quantize a \w+ .*supported: .*VisionTransformer"):
+        load_model(name)
+
+
+def test_a_model_without_published_weights_is_no_matter_of_the_network() -> None:
+    name = "vit_small_patch16_36x1_224"
+    with pytest.raises(ModelError, match=rf"timm cannot create '{name}': No pretrained weights .*--weights"):
         load_model(name)
 
 

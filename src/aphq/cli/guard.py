@@ -16,6 +16,7 @@ from aphq.engine.launch import is_first_process
 
 F = TypeVar("F", bound=Callable[..., None])
 USER_ERROR, INTERRUPTED = 1, 130
+HUB_LEVEL = "HF_HUB_VERBOSITY"  # the hub's client reads it
 HOST_MEMORY = "DefaultCPUAllocator"  # in the RuntimeError of torch when the host has no more
 
 
@@ -77,6 +78,7 @@ def _set_up_logging(verbose: bool) -> None:
     level = logging.DEBUG if verbose else logging.INFO if is_first_process() else logging.ERROR
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("aphq").setLevel(level)
-    if not verbose:  # without a network it repeats itself for a minute; the one sentence at the end says it all
-        os.environ.setdefault("HF_HUB_VERBOSITY", "critical")  # when it is imported, which sets its level anew
+    # without a network it repeats itself for a minute; the one sentence at the end says it all
+    if not verbose and HUB_LEVEL not in os.environ:
+        os.environ[HUB_LEVEL] = "critical"  # when it is imported, which sets its level anew
         logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # where it is already

@@ -5,11 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aphq.errors import DataError, RecipeError
+from aphq.errors import DataError, ModelError, RecipeError
 
 if TYPE_CHECKING:
     from aphq.data.scenes import ScenePreprocessing
     from aphq.recipe import Recipe
+
+SAID_ELSEWHERE = {  # arguments of models that the command line has words of its own for
+    "name": "the model's name itself",
+    "model_name": "the model's name itself",
+    "num_classes": "--num-classes",
+    "weights": "--weights",
+    "pretrained": "--weights, without which they are fetched",
+}
 
 
 def parse_changes(pairs: list[str] | None) -> dict[str, Any]:
@@ -30,7 +38,10 @@ def parse_changes(pairs: list[str] | None) -> dict[str, Any]:
 
 def model_arguments(pairs: list[str] | None) -> dict[str, Any]:
     """Arguments of timm.create_model; its tuples are written as YAML lists."""
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in parse_changes(pairs).items()}
+    found = parse_changes(pairs)
+    for name in SAID_ELSEWHERE.keys() & found:
+        raise ModelError(f"--model-arg {name}=...: that is said by {SAID_ELSEWHERE[name]}")
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
 
 
 def recipe_from(

@@ -17,6 +17,7 @@ from torch import Tensor
 from aphq.errors import RunError
 
 MAX_JSON_BYTES = 64 * 2**20
+DISK_CODES = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT, errno.EIO, errno.EFBIG)
 SEAL = "sha256"  # of names, types, shapes and values, in the file's own metadata
 
 
@@ -73,8 +74,7 @@ def _is_alive(process: int) -> bool:
 
 def is_disk_problem(problem: BaseException) -> bool:
     """Disk full, read-only, no permission: also when a library wraps the system's words in its own exception."""
-    codes = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT, errno.EIO, errno.EFBIG)
-    words = tuple(os.strerror(code) for code in codes)
+    words = tuple(os.strerror(code) for code in DISK_CODES)
     return isinstance(problem, OSError) or any(word in str(problem) for word in words)
 
 

@@ -10,8 +10,9 @@ import json
 import logging
 import os
 import re
+import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from aphq import extras
+from aphq.engine.files import DISK_CODES
 from aphq.errors import ModelError
 from aphq.models.architecture import Architecture, architecture_of
 from aphq.models.detection.config import DETECTORS
@@ -34,6 +36,7 @@ TIMM_SOURCES = ("hf_hub:", "hf-hub:", "local-dir:")  # timm's own ways to name a
 HASH = re.compile(r"-([0-9a-f]{8,64})\.[a-z]+$")  # torch hub's and MMDetection's habit
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's own switch, stronger than what a caller says
 SHOWN = 3  # names of each kind in a message
+NO_SUCH_WEIGHTS = ("Invalid pretrained tag", "No pretrained weights exist")  # as timm says it
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")  # keys under which trainers keep the weights
 
 
@@ -70,7 +73,7 @@ def load_model(
     if not of_timm:
         raise ModelError(f"timm has no model {name!r}: {nearest(base, [*timm.list_models(), *DETECTORS])}")
     if weights is None:
-        return _from_hub(name, num_classes, arguments)
+        return _published(name, lambda pretrained: _create(name, num_classes, arguments, pretrained))
     state = read_checkpoint(Path(weights))
     if num_classes is None:
         num_classes = next((state[key].shape[0] for key in CLASSIFIERS if key in state), None)
@@ -166,49 +169,47 @@ def _from_torchvision(
     extra: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
     if "weights_backbone" in inspect.signature(get_model_builder(name)).parameters:
         extra["weights_backbone"] = None  # a detector's would be downloaded only to be overwritten
-    try:
-        model: nn.Module = get_model(name, weights=None, **extra, **arguments)
-        if state is None:
-            _announce_download(name, model)
-            model = get_model(name, weights="DEFAULT", **extra, **arguments)
-    except ModelError:
-        raise
-    except OSError as problem:  # no network, no disk
-        raise _out_of_reach(name, problem) from None
-    except Exception as problem:  # arguments that do not fit, or a download that is damaged
-        reason = " ".join(str(problem).split())[:200]
-        raise ModelError(f"torchvision cannot create {name!r} ({type(problem).__name__}: {reason})") from None
-    if state is not None:
-        from aphq.models.detection.torchvision_checkpoint import current_names
 
-        load_strictly(model, current_names(state, model.state_dict()), str(weights))
+    def build(pretrained: bool) -> nn.Module:
+        try:
+            model: nn.Module = get_model(name, weights="DEFAULT" if pretrained else None, **extra, **arguments)
+        except OSError:  # of a download
+            raise
+        except Exception as problem:  # arguments that do not fit, or a download that is damaged
+            reason = " ".join(str(problem).split())[:200]
+            raise ModelError(f"torchvision cannot create {name!r} ({type(problem).__name__}: {reason})") from None
+        return model
+
+    if state is None:
+        return _published(name, build)
+    from aphq.models.detection.torchvision_checkpoint import current_names
+
+    model = build(False)
+    load_strictly(model, current_names(state, model.state_dict()), str(weights))
     return model.eval()
 
 
-def _from_hub(name: str, num_classes: int | None, arguments: dict[str, Any]) -> nn.Module:
-    try:
-        _announce_download(name, _create(name, num_classes, arguments, pretrained=False))
-        with _careful_downloads():
-            return _create(name, num_classes, arguments, pretrained=True).eval()
-    except ModelError:
-        raise
-    except Exception as problem:  # whatever the hub client raises: no network, no such weights, no disk
-        raise _out_of_reach(name, problem) from None
-
-
-def _out_of_reach(name: str, problem: Exception) -> ModelError:
-    if isinstance(problem, OSError) and problem.filename is not None:  # the disk's, not the network's
-        return ModelError(f"cannot keep the pretrained weights for {name!r}: {problem}")
-    return ModelError(
-        f"cannot get pretrained weights for {name!r} ({type(problem).__name__}); "
-        "check the network, or pass a local file with --weights"
-    )
-
-
-def _announce_download(name: str, untrained: nn.Module) -> None:
-    """Say what takes a while, unless the model is of no use here: that is refused before anything is fetched."""
-    architecture_of(untrained)
-    log.info("%s: fetching its published weights, unless they are in the cache (--weights takes a local file)", name)
+def _published(name: str, build: Callable[[bool], nn.Module]) -> nn.Module:
+    """What `build` makes with the library's published weights, or ModelError. Without them it is made first, because
+    a model that cannot be quantized should be refused before anything is fetched."""
+    with _careful_downloads():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what they say is about a model without weights
+            architecture_of(build(False))
+        log.info(
+            "%s: fetching its published weights, unless they are in the cache (--weights takes a local file)", name
+        )
+        try:
+            return build(True).eval()
+        except ModelError:
+            raise
+        except Exception as problem:  # whatever the library's client raises: no network, no such weights, no disk
+            if isinstance(problem, OSError) and problem.errno in DISK_CODES:
+                raise ModelError(f"cannot keep the pretrained weights for {name!r}: {problem}") from None
+            raise ModelError(
+                f"cannot get pretrained weights for {name!r} ({type(problem).__name__}); "
+                "check the network, or pass a local file with --weights"
+            ) from None
 
 
 @contextmanager
@@ -239,9 +240,9 @@ def _create(name: str, num_classes: int | None, arguments: dict[str, Any], pretr
     except (TypeError, AssertionError) as problem:
         raise ModelError(f"timm cannot create {name!r} with {arguments}: {problem}") from None
     except RuntimeError as problem:
-        if "Invalid pretrained tag" not in str(problem):
+        if not any(words in str(problem) for words in NO_SUCH_WEIGHTS):
             raise
-        raise ModelError(f"timm cannot create {name!r}: {problem}") from None
+        raise ModelError(f"timm cannot create {name!r}: {problem} (--weights takes a local file)") from None
     return model
 
 
