@@ -5,16 +5,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-PAGES = {  # file of the repository -> the page that is made of it
-    "results/README.md": "results.md",
-    "results/deploy.md": "results_deploy.md",
-    "results/mixed_precision.md": "results_mixed.md",
-    "results/reliability.md": "results_reliability.md",
-    "SECURITY.md": "security.md",
-}
+DOCS = Path(__file__).parents[1]
+ROOT = DOCS.parent
 WHOLE = re.compile(r'--8<-- "([\w./]+)"\s*')
 LINK = re.compile(r"\]\(([\w./-]+\.md)(#[\w-]+)?\)")
+PAGES = {  # file of the repository -> the page that is nothing but it
+    match[1]: page.name
+    for page in sorted(DOCS.glob("*.md"))
+    if (match := WHOLE.fullmatch(page.read_text(encoding="utf-8")))
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

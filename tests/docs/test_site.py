@@ -12,10 +12,14 @@ from .blocks import ROOT
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="needs mkdocs-material")
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+def build(place: Path, site: Path) -> subprocess.CompletedProcess[str]:
     # not --quiet: what is not said is not counted either, and strict means nothing
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    done = build(ROOT, tmp_path / "site")
     assert done.returncode == 0, done.stdout + done.stderr
     how = (tmp_path / "site" / "how" / "index.html").read_text()
     assert "<math" in how
@@ -35,7 +39,6 @@ def test_a_link_that_leads_nowhere_would_be_found(tmp_path: Path) -> None:
     settings = (ROOT / "mkdocs.yml").read_text()
     validation = settings[settings.index("validation:") :]
     (tmp_path / "mkdocs.yml").write_text(f"site_name: x\nstrict: true\n{validation}")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = build(tmp_path, tmp_path / "site")
     assert done.returncode != 0
     assert "'index.md#gone'" in done.stdout + done.stderr

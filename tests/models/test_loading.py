@@ -177,6 +177,21 @@ def test_an_unknown_tag_and_bad_arguments_are_model_errors(source: nn.Module, tm
         load_model(NAME, file, colour="red")
 
 
+@pytest.mark.parametrize(
+    ("argument", "why"),
+    [({"drop_rate": 2.0}, "probability"), ({"embed_dim": -192}, "negative"), ({"patch_size": 0}, "zero")],
+)
+@pytest.mark.parametrize("local", [True, False], ids=["local", "published"])
+def test_arguments_that_make_no_model_are_model_errors(
+    argument: dict[str, Any], why: str, local: bool, source: nn.Module, tmp_path: Path
+) -> None:
+    """Whatever timm raises of them, and before anything is fetched."""
+    file = tmp_path / "weights.safetensors"
+    save_file(source.state_dict(), file)
+    with pytest.raises(ModelError, match=rf"timm cannot create '{NAME}' with .*{why}"):
+        load_model(NAME, file if local else None, **{**SMALL, **argument})
+
+
 LIBRARIES = ("library", "maker", "name")
 
 
@@ -230,14 +245,14 @@ def test_a_model_that_no_adapter_knows_is_refused_before_its_weights_are_fetched
 
 def test_a_model_without_published_weights_is_no_matter_of_the_network() -> None:
     name = "vit_small_patch16_36x1_224"
-    with pytest.raises(ModelError, match=rf"timm cannot create '{name}': No pretrained weights .*--weights"):
+    with pytest.raises(ModelError, match=rf"timm has no published weights of '{name}'.*--weights"):
         load_model(name)
 
 
 def test_a_download_is_announced(
     source: nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(timm, "create_model", lambda *_, **__: source)
+    instead_of_fetching(monkeypatch, timm, "create_model", lambda: source)
     with caplog.at_level(logging.INFO, "aphq"):
         load_model(NAME)
     assert f"{NAME}: fetching its published weights" in caplog.text

@@ -36,7 +36,7 @@ TIMM_SOURCES = ("hf_hub:", "hf-hub:", "local-dir:")  # timm's own ways to name a
 HASH = re.compile(r"-([0-9a-f]{8,64})\.[a-z]+$")  # torch hub's and MMDetection's habit
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's own switch, stronger than what a caller says
 SHOWN = 3  # names of each kind in a message
-NO_SUCH_WEIGHTS = ("Invalid pretrained tag", "No pretrained weights exist")  # as timm says it
+NO_SUCH_TAG, NO_SUCH_WEIGHTS = "Invalid pretrained tag", "No pretrained weights exist"  # as timm says it
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")  # keys under which trainers keep the weights
 
 
@@ -190,8 +190,9 @@ def _from_torchvision(
 
 
 def _published(name: str, build: Callable[[bool], nn.Module]) -> nn.Module:
-    """What `build` makes with the library's published weights, or ModelError. Without them it is made first, because
-    a model that cannot be quantized should be refused before anything is fetched."""
+    """What `build` makes with the library's published weights, or ModelError. It is made without them first, because a
+    model that cannot be quantized is to be refused before anything is fetched. (Not on the meta device, which would
+    save a second or two: older timm and torchvision's RegNet compute with values while they build.)"""
     with _careful_downloads():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what they say is about a model without weights
@@ -237,12 +238,16 @@ def _create(name: str, num_classes: int | None, arguments: dict[str, Any], pretr
     extra: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
     try:
         model: nn.Module = timm.create_model(name, pretrained=pretrained, **extra, **arguments)
-    except (TypeError, AssertionError) as problem:
-        raise ModelError(f"timm cannot create {name!r} with {arguments}: {problem}") from None
-    except RuntimeError as problem:
-        if not any(words in str(problem) for words in NO_SUCH_WEIGHTS):
+    except (
+        Exception
+    ) as problem:  # arguments that do not fit, whatever they make fail; or whatever fetching weights raises
+        if NO_SUCH_TAG in str(problem):
+            raise ModelError(f"timm cannot create {name!r}: {problem}") from None
+        if NO_SUCH_WEIGHTS in str(problem):
+            raise ModelError(f"timm has no published weights of {name!r}: pass a local file with --weights") from None
+        if pretrained:
             raise
-        raise ModelError(f"timm cannot create {name!r}: {problem} (--weights takes a local file)") from None
+        raise ModelError(f"timm cannot create {name!r} with {arguments}: {problem}") from None
     return model
 
 
