@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aphq.quant.drop import Drop, hashed_mask, random_mask
+from aphq.quant.drop import Drop, hashed_mask, random_bytes, threshold
 
 SHAPE = torch.Size((64, 1001))
 
@@ -15,7 +15,7 @@ def hashed(share: float, seed: int = 5, step: int = 0) -> Tensor:
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_a_mask_has_its_share_and_no_pattern(kind: str, share: float) -> None:
     torch.manual_seed(0)
-    mask = (random_mask(SHAPE, share) if kind == "random" else hashed(share)).float()
+    mask = (random_bytes(SHAPE) < threshold(share) if kind == "random" else hashed(share)).float()
     assert mask.mean().item() == pytest.approx(share, abs=0.01)
     for shift in range(1, 9):  # random bytes come eight to a draw: neighbours must not know of each other
         assert (mask[:, shift:] * mask[:, :-shift]).mean().item() == pytest.approx(share**2, abs=0.01)

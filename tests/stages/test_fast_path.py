@@ -1,4 +1,4 @@
-"""The fast path (kernels, TF32, recorded steps) against plain float32 torch, on every kind of unit.
+"""The fast path (kernels, compiled passes, TF32, recorded steps) against plain float32 torch, on every kind of unit.
 
 Each unit starts from the same state on both paths, with the same draws and the same drops. What may differ: the order
 of sums, TF32's shorter mantissa, and then now and then an activation or a weight that rounds the other way.
@@ -18,6 +18,7 @@ from aphq.engine.loop import Adam
 from aphq.engine.ranks import Ranks
 from aphq.engine.store import Store, push
 from aphq.engine.workspace import Visit, Workspace
+from aphq.kernels import compiled
 from aphq.models.student import enable, swap_activation
 from aphq.recipe import JointTuning, Views
 from aphq.stages import block_reconstruction, joint_tuning, mlp_reconstruction
@@ -38,6 +39,14 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("the GPU itself is tested below")
     monkeypatch.setattr(kernels, "interpreted", True)
+
+
+@pytest.fixture
+def all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled passes of the CPU, for tensors of any size."""
+    if not compiled.compiler_works():
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(compiled, "LARGE", 1)
 
 
 @contextmanager
@@ -164,6 +173,14 @@ def test_blocks_in_the_interpreter(family: str, weight_lr: float, softmax: str, 
     compare(model, KINDS[family], torch.device("cpu"), tf32=False, **how)
 
 
+@pytest.mark.usefixtures("all_compiled")
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("weight_lr", [0.0, 0.003])
+def test_blocks_compiled(family: str, weight_lr: float, request: pytest.FixtureRequest) -> None:
+    model = request.getfixturevalue(family)
+    compare(model, KINDS[family], torch.device("cpu"), tf32=False, steps=5, kind="mse", weight_lr=weight_lr)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", KINDS)
 @pytest.mark.parametrize("kind", ["mse", "brecq", "ph", "aph", "fisher"])
@@ -199,6 +216,15 @@ def test_mlps_in_the_interpreter(family: str, request: pytest.FixtureRequest) ->
     fast, plain = (train_mlps(work, fast=f, tf32=False) for f in (True, False))
     assert_close("gradients", fast[0], plain[0], 1e-4)
     assert_close("weights", fast[1], plain[1], 1e-4)
+
+
+@pytest.mark.usefixtures("all_compiled")
+@pytest.mark.parametrize("family", KINDS)
+def test_mlps_compiled(family: str, request: pytest.FixtureRequest) -> None:
+    work = prepared(request.getfixturevalue(family), torch.device("cpu"), steps=5, kind="mse")
+    compiled_path, plain = (train_mlps(work, fast=f, tf32=False) for f in (True, False))
+    assert_close("gradients", compiled_path[0], plain[0], 1e-4)
+    assert_close("weights", compiled_path[1], plain[1], 1e-4)
 
 
 @pytest.mark.gpu

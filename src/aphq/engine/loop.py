@@ -151,7 +151,8 @@ def run_together(loops: Sequence[Loop], report: Callable[[int], None] | None = N
     steps, device = loops[0].samples.shape[0], loops[0].device
     if steps == 0:
         return [Curve(torch.empty(0), None) for _ in loops]
-    with matmul_precision("high"):  # TF32 where there is such a thing: steps are noisy enough not to notice
+    # TF32 on a GPU, bfloat16 factors on a CPU that has instructions for them: steps are noisy enough not to notice
+    with matmul_precision("medium" if device.type == "cpu" else "high"):
         every = [loop.prepare() for loop in loops]
         done, reported = 0, 0
         if device.type == "cuda" and steps > WARMUP_STEPS and all(loop.capture for loop in loops):
@@ -233,7 +234,8 @@ def _record(
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Inside the block, float32 products on CUDA are exact ("highest") or may use TF32 ("high")."""
+    """Inside the block, float32 products are exact ("highest"), may use TF32 on CUDA ("high"), or bfloat16 on CPUs too
+    ("medium")."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = precision != "highest"

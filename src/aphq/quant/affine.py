@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from aphq import kernels
+from aphq.kernels import compiled
 from aphq.quant.drop import Drop
 
 SMALLEST_SCALE = 1e-8  # a tensor of zeros still needs a scale to divide by
@@ -75,6 +76,8 @@ def fake_quantize_learned(
     if kernels.usable(x) and by_rows(scale, x) and drop is None and not relu:  # each output channel is a "head"
         rows = fake_quantize_learned(x.reshape(1, len(x), 1, -1), scale.view(-1, 1, 1), zero_point.view(-1, 1, 1), bits)
         return rows.view(x.shape)
+    if compiled.usable(x):
+        return compiled.fake_quantize(x, scale, zero_point, top_code(bits), drop, relu)
     if relu:
         x = x.relu()
     result: Tensor = _FakeQuantize.apply(x, scale, zero_point, top_code(bits), None if drop is None else drop.kept(x))

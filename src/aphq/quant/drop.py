@@ -39,11 +39,22 @@ class Drop:
     def kept(self, like: Tensor) -> Tensor:
         """True where an element is quantized, in the shape of `like`; elements are counted as matrices lie."""
         if like.device.type == "cpu" and not kernels.interpreted:
-            rows = len(like)
-            return random_mask((self.ranks * rows, *like.shape[1:]), self.share)[self.rank * rows :][:rows]
-        if like.ndim == 4 and like.stride(-1) != 1 and like.stride(-2) == 1:
+            return self.noise(like) < self.threshold
+        if transposed(like):
             return hashed_mask(like.mT.shape, self).mT
         return hashed_mask(like.shape, self)
+
+    def noise(self, like: Tensor) -> Tensor:
+        """On the CPU: new random bytes, of which those below the threshold are elements to quantize."""
+        if transposed(like):
+            return self.noise(like.mT).mT
+        rows = len(like)
+        return random_bytes((self.ranks * rows, *like.shape[1:]))[self.rank * rows :][:rows]
+
+
+def transposed(x: Tensor) -> bool:
+    """Whether matrices lie column by column."""
+    return x.ndim == 4 and x.stride(-1) != 1 and x.stride(-2) == 1
 
 
 def threshold(share: float) -> int:
@@ -51,11 +62,11 @@ def threshold(share: float) -> int:
     return min(255, round(256 * share))
 
 
-def random_mask(shape: tuple[int, ...], share: float) -> Tensor:
-    """True with probability `share` (to 1/256): one random byte per element, eight per draw."""
+def random_bytes(shape: tuple[int, ...]) -> Tensor:
+    """One for each element, eight per draw."""
     size = math.prod(shape)
     words = torch.empty(-(-size // 8), dtype=torch.long).random_(-(2**63), None)
-    return words.view(torch.uint8)[:size].view(shape) < threshold(share)
+    return words.view(torch.uint8)[:size].view(shape)
 
 
 def hashed_mask(shape: torch.Size, drop: Drop) -> Tensor:

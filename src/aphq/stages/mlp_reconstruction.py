@@ -22,6 +22,7 @@ from aphq.engine.ragged import RaggedRows, TokenRows
 from aphq.engine.seeds import generator_for
 from aphq.engine.store import Activations, Rows
 from aphq.engine.workspace import Visit, Workspace
+from aphq.kernels import compiled
 from aphq.models.architecture import Mlp, Unit, run_units
 from aphq.models.mlp import MlpModules, may_become_relu
 from aphq.models.student import swap_activation
@@ -168,6 +169,8 @@ def relu_and_clamped(x: Tensor, bound: float) -> Tensor:
         from aphq.kernels.relu import relu_and_clamped as fused
 
         return fused(x, bound)
+    if compiled.usable(x):
+        return compiled.relu_and_clamped(x, bound)
     hidden = x.relu()
     return torch.stack([hidden, hidden.clamp_max(bound)])
 
