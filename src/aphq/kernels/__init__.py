@@ -1,7 +1,8 @@
 """Fused GPU kernels (Triton) for the steps of the optimisation loop, each with its gradient in closed form.
 
 Every function here has a plain torch twin, in the module that calls it, which says what it means; `usable` decides.
-The twins run on the CPU and wherever Triton does not work, and the tests hold each kernel against its twin.
+The twins run on the CPU and wherever Triton does not work, and the tests hold each kernel against its twin. On a CPU
+the widest of them have a compiled form of their own, in `compiled`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The widest elementwise passes of a step on a CPU, each compiled into one loop over memory by torch's own compiler.
 
-What a kernel is on a GPU: a fake-quantized tensor of a few million elements is otherwise read and written a dozen times.
+What a kernel is on a GPU: a fake-quantized tensor of millions of elements is otherwise read and written a dozen times.
 Needs a C++ compiler; small tensors and machines without one take the plain twins, `quant.affine._FakeQuantize` and
 `stages.mlp_reconstruction.relu_and_clamped`, whose elements these equal bit for bit.
 """
@@ -104,12 +104,12 @@ def fake_quantize(
         return fake_quantize(x.transpose(-1, -2), scale, zero_point, top, drop, relu).transpose(-1, -2)
     noise = None if drop is None else drop.noise(x)
     threshold = torch.tensor([256 if drop is None else drop.threshold], dtype=torch.float32)
+    values = x
     if scale.numel() == 1 and x.is_contiguous():  # one long row, whatever its shape
-        flat = None if noise is None else noise.reshape(-1)
-        args = (scale.reshape(1), zero_point.reshape(1), top, flat, threshold, relu)
-        return _FakeQuantize.apply(x.reshape(-1), *args).view(x.shape)  # type: ignore[no-any-return]
-    result: Tensor = _FakeQuantize.apply(x, scale, zero_point, top, noise, threshold, relu)
-    return result
+        values, scale, zero_point = x.reshape(-1), scale.reshape(1), zero_point.reshape(1)
+        noise = None if noise is None else noise.reshape(-1)
+    result: Tensor = _FakeQuantize.apply(values, scale, zero_point, top, noise, threshold, relu)
+    return result.view(x.shape)
 
 
 class _FakeQuantize(torch.autograd.Function):
