@@ -32,6 +32,7 @@ def test_weights_of_few_bits_go_to_any_code_but_in_the_published_recipe() -> Non
     straight = {(effort, bits) for effort in ("balanced", "best") for bits in ("w3a3", "w4a8")}
     assert {key for key, stage in blocks.items() if stage.weight_lr > 0} == straight
     assert {key for key, stage in blocks.items() if stage.input_quantized_share == 0.25} == straight
+    assert {key for key, stage in blocks.items() if stage.settling > 0} == {(e, b) for e, b in straight if b == "w4a8"}
     assert {bits: blocks["best", bits].steps for bits in ("w3a3", "w4a8", "w6a6", "w8a4")} == {
         "w3a3": 2000, "w4a8": 2000, "w6a6": 10_000, "w8a4": 10_000,
     }  # fmt: skip

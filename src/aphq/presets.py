@@ -47,6 +47,9 @@ MLP_RATE = 4e-4  # ten times the published one: with so few steps its MLPs stop 
 # fewer inputs from the quantized prefix; on ViT-T at W3A3 two thousand steps of it are level with ten thousand of
 # learned rounding (results/README.md). Not measured beyond four bits: there is less to learn.
 WEIGHT_RATE, QUANTIZED_INPUTS = 0.003, 0.25
+# Where activations are fine a unit loses by its weights, much by those that go to and fro between two codes: settling
+# takes a tenth to a third off the error of units at W4A8 (results/README.md). Not measured with fewer bits.
+SETTLING = 0.01
 # Up to here activations lack the levels for GELU's long flat tail, so that MLP reconstruction pays.
 LOW_BITS = 4
 
@@ -114,7 +117,8 @@ def _stages(weight_bits: int, activation_bits: int, effort: str) -> tuple[Stage,
         mlp = replace(mlp, steps=steps, importance=importance, learning_rate=MLP_RATE)
         blocks = replace(blocks, steps=steps, importance=importance)
         if weight_bits <= LOW_BITS:
-            blocks = replace(blocks, weight_lr=WEIGHT_RATE, input_quantized_share=QUANTIZED_INPUTS)
+            settling = SETTLING if activation_bits > LOW_BITS else 0.0
+            blocks = replace(blocks, weight_lr=WEIGHT_RATE, settling=settling, input_quantized_share=QUANTIZED_INPUTS)
     if effort == "best":
         views = Views(copies=31, mixup=0.5, cutmix=0.5)
         mlp = replace(mlp, views=replace(views, copies=7))  # does not over-fit, and holds several MLPs' rows at once

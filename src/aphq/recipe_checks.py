@@ -80,7 +80,7 @@ def check(recipe: Recipe) -> None:
 
 SHARES = {"percentile", "quantized_share", "input_quantized_share", "warmup", "narrowest"}
 SHARES |= {"smallest_crop", "jitter", "mixup", "cutmix"}  # of Views
-MAY_BE_ZERO = {"steps", "rounds", "outlier_candidates", "alpha", "regulariser", "warmup", "gamma", "power"}
+MAY_BE_ZERO = {"steps", "rounds", "outlier_candidates", "alpha", "regulariser", "warmup", "gamma", "power", "settling"}
 MAY_BE_ZERO |= {"every", "copies", "jitter", "mixup", "cutmix"}
 MAY_BE_ZERO |= {"input_quantized_share", "float_lr", "weight_lr", "scale_lr", "feature_weight", "logit_weight"}
 

@@ -159,6 +159,8 @@ class BlockReconstruction:
 
     Weights learn their rounding, up or down from where they are, with a pull to either side (AdaRound).
     Given a `weight_lr` they learn straight through the rounding to the nearest instead, and may go to any code.
+    Half-way between two codes such a weight goes to and fro with every batch, which is noise for all others;
+    `settling` makes it stay where it is unless the gradient insists.
     """
 
     kind: Literal["block_reconstruction"] = "block_reconstruction"
@@ -166,6 +168,7 @@ class BlockReconstruction:
     batch: int = 32
     rounding_lr: float = 1e-3  # Adam, constant
     weight_lr: float = 0.0  # in steps of the weight's grid, cosine to zero; 0 learns the rounding, as published
+    settling: float = 0.0  # with it, the share of the way to their codes that weights go per step, from half-time on
     scale_lr: float = 4e-5  # Adam, cosine to zero
     float_lr: float = 0.0  # of what stays in float (biases, norms), cosine to zero; 0 leaves it alone, as published
     quantized_share: float = 0.5  # QDrop inside the unit: the chance of an activation to be quantized

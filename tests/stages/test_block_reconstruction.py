@@ -15,6 +15,7 @@ from aphq.quant.layers import QuantizedLayer
 from aphq.quant.quantizer import Quantizer
 from aphq.stages.block_reconstruction import reconstruct_blocks
 from aphq.stages.layernorm import reparameterise_norms
+from aphq.stages.learnable import Learnable
 from aphq.stages.scale_search import search_scales
 
 from ..runs import all_images, pixels, short, workspace
@@ -90,6 +91,23 @@ def test_reconstruction_beats_scale_search_alone(request: pytest.FixtureRequest,
         assert not quantizer.scale.requires_grad
         changed += not torch.equal(quantizer.scale, before[name])
     assert changed >= 8, "activation scales are learned"
+
+
+def test_weights_settle_in_the_second_half(tiny_vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = []
+    monkeypatch.setattr(Learnable, "settle", lambda self, table: shares.append(float(table[self.clock])))
+    work = searched(tiny_vit, block_reconstruction__weight_lr=0.01, block_reconstruction__steps=9)
+    reconstruct(work)
+    assert shares == []
+    work = searched(
+        tiny_vit,
+        block_reconstruction__weight_lr=0.01,
+        block_reconstruction__settling=0.2,
+        block_reconstruction__steps=9,
+    )
+    reconstruct(work)
+    expected = [0.0, 0.0, 0.0, 0.0, 0.0, 0.05, 0.1, 0.15, 0.2]
+    assert shares == pytest.approx(expected * len(work.units))
 
 
 def test_weights_that_learn_straight_through_go_to_any_code(tiny_vit: nn.Module) -> None:

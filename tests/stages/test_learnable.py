@@ -61,3 +61,20 @@ def test_scales_stay_positive(tiny_vit: nn.Module) -> None:
         scale.data.fill_(-1.0)
     learned.keep_scales_positive()
     assert all(bool((scale > 0).all()) for scale in (*learned.scales, *learned.weight_scales))
+
+
+def test_weights_settle_towards_their_codes_as_the_clock_says(tiny_vit: nn.Module) -> None:
+    work = searched(tiny_vit)
+    learned = Learnable.of(work, work.units, 1.0, seed=0)
+    with learned.rounded_by(StraightThrough, []):
+        before = {id(r): r.master.data.clone() for r in learned.roundings if isinstance(r, StraightThrough)}
+        for step, share in enumerate((0.0, 0.25, 1.0)):
+            learned.clock.fill_(step)
+            learned.settle(torch.tensor([0.0, 0.25, 1.0]))
+            for rounding in learned.roundings:
+                assert isinstance(rounding, StraightThrough)
+                wanted = torch.lerp(before[id(rounding)], rounding.hard(), share)
+                torch.testing.assert_close(rounding.master.data, wanted)
+                before[id(rounding)] = rounding.master.data.clone()
+    with learned.rounded_by(LearnedRounding, []):
+        learned.settle(torch.ones(3))  # these do not go to and fro

@@ -160,6 +160,13 @@ def _loop(
     regulariser[:warm] = 0
     beta = torch.full((steps,), config.beta_start)
     beta[warm:] = torch.linspace(config.beta_start, config.beta_end, steps - warm)
+    settling = config.settling * torch.linspace(-1, 1, steps, device=work.device).clamp_min(0)
+
+    def after_step() -> None:
+        learned.keep_scales_positive()
+        if config.settling:
+            learned.settle(settling)
+
     return Loop(
         loss_of=loss_of,
         groups=[
@@ -171,7 +178,7 @@ def _loop(
         samples=samples,
         device=work.device,
         schedules={"regulariser": regulariser, "beta": beta},
-        after_step=learned.keep_scales_positive,
+        after_step=after_step,
         clock=learned.clock,
         ranks=work.ranks,
         apart=True,

@@ -112,6 +112,13 @@ class Learnable:
     def weight_scales(self) -> list[Tensor]:
         return [layer.weight_quantizer.scale for layer in self.layers if layer.weight_quantizer is not None]
 
+    def settle(self, shares: Tensor) -> None:
+        """Weights that learn straight through go a part of the way to their codes; `shares` [steps] says which."""
+        share = shares.index_select(0, self.clock)
+        for rounding in self.roundings:
+            if isinstance(rounding, StraightThrough):
+                rounding.master.data.lerp_(rounding.hard(), share)
+
     def keep_scales_positive(self) -> None:
         if scales := [*self.scales, *self.weight_scales]:
             torch._foreach_clamp_min_(scales, SMALLEST_SCALE)
